@@ -27,23 +27,29 @@ MODELS = {**ARCHS, **MIXTURES}
 class Experts(nn.Module):
     """Experts as modules, as transformers 4 had them: peft's pairs are those of linear modules."""
 
-    def __init__(self, num, hidden, width, names):
+    def __init__(self, num, hidden, width, names, limit=None):
         super().__init__()
         gate, up, down = names
         for number in range(num):
             parts = {gate: (hidden, width), up: (hidden, width), down: (width, hidden)}
-            layers = {name: nn.Linear(*shape, bias=False) for name, shape in parts.items()}
+            layers = {name: nn.Linear(*shape, bias=limit is not None) for name, shape in parts.items()}
             self.add_module(str(number), nn.ModuleDict(layers))
-        self.names = names
+        self.names, self.limit = names, limit
 
     def forward(self, x_nH, chosen_nK, weights_nK):
         total = torch.zeros_like(x_nH)
         for number, expert in self.named_children():
             rows, place = torch.where(chosen_nK == int(number))
             gate, up, down = (expert[name] for name in self.names)
-            x = x_nH[rows]
-            total = total.index_add(0, rows, weights_nK[rows, place, None] * down(nn.functional.silu(gate(x)) * up(x)))
+            x = self._activated(gate(x_nH[rows]), up(x_nH[rows]))
+            total = total.index_add(0, rows, weights_nK[rows, place, None] * down(x))
         return total
+
+    def _activated(self, gate, up):
+        if self.limit is None:
+            return nn.functional.silu(gate) * up
+        gate, up = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
+        return gate * (gate * 1.702).sigmoid() * (up + 1)
 
 
 def their_name(name):
@@ -57,7 +63,7 @@ def peft_model(arch, weights, adapters, lora):
         names = ("w1", "w3", "w2") if arch.family == "mixtral" else ("gate_proj", "up_proj", "down_proj")
         for layer in (model.model.layers[number] for number in arch.moe_layers):
             sizes = arch.moe.num_experts, arch.hidden_size, arch.moe.intermediate_size
-            layer.mlp.experts = Experts(*sizes, names)
+            layer.mlp.experts = Experts(*sizes, names, arch.moe.activation_limit)
         model.config.model_type = "unfused"  # peft converts pairs of experts for the types that it knows as fused
     model = model.double().eval()
     model.model.rotary_emb.float()  # angles in float32, as Megatron computes them

@@ -32,16 +32,27 @@ MODELS = {
         "sliding_window_pattern": 2,
         "pad_token_id": None,
     },
+    "gpt_oss": {
+        "model_type": "gpt_oss",
+        **SIZES,
+        "head_dim": 16,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "sliding_window": 7,
+        "tie_word_embeddings": False,
+    },
 }
 WRITTEN = {
     "qwen2": ParallelLayout(4, tp=4),
     "qwen3_moe": ParallelLayout(4, pp=2, ep=2),
     "gemma3_text": ParallelLayout(4, tp=2, pp=2),
+    "gpt_oss": ParallelLayout(4, pp=2, ep=2),
 }
 LIVE = {
     "qwen2": ParallelLayout(2, pp=2),
     "qwen3_moe": ParallelLayout(4, tp=2, ep=2, etp=1),
     "gemma3_text": ParallelLayout(2, pp=2),
+    "gpt_oss": ParallelLayout(4, tp=2, ep=2, etp=1),
 }
 OPTIONS = {"rollout": {"temperature": TEMPERATURE}, "actor": {"max_tokens_per_microbatch": 150}}
 

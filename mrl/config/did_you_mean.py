@@ -18,9 +18,9 @@ def nearest(name: str, known: Iterable[str], near: float = NEAR) -> str | None:
     return by_lower[found[0]] if found else None
 
 
-def did_you_mean(name: str, known: Iterable[str]) -> str:
+def did_you_mean(name: str, known: Iterable[str], near: float = NEAR) -> str:
     """Returns the end of an error message, " Did you mean 'train'?"; "" if no known name is similar."""
-    found = nearest(name, known)
+    found = nearest(name, known, near)
     return f" Did you mean '{found}'?" if found else ""
 
 

@@ -14,6 +14,9 @@ from mrl.config.json_file import read_json
 ADAPTER_CONFIG = "adapter_config.json"
 """File of a PEFT folder, which has low-rank adapters instead of a model."""
 
+ADAPTER_FOLDER = "adapter"
+"""PEFT folder in a step's folder of mrl's own exports."""
+
 _NAMES = {
     "rank": "r",
     "alpha": "lora_alpha",

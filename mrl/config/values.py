@@ -76,6 +76,9 @@ class Values:
             parsed: Any = OmegaConf.from_dotlist([f"value={text}"])
             value = OmegaConf.to_container(parsed, resolve=False)["value"]  # type: ignore[index, call-overload]
             found = leaves(nested(key, value), self._schema)
+            # YAML reads the text `bytes:` as a mapping; a mapping in braces for a text stays an error.
+            if isinstance(value, dict) and len(found) == 1 and _is_text(found[0][2]) and text.lstrip()[:1] != "{":
+                value, found = text, [(found[0][0], text.strip(), found[0][2])]
         if not found:
             raise UserError(f"override '{_cut(item)}' sets nothing. Set its keys, or reset it with '~{key}'.")
         for leaf, inner, kind in found:
@@ -241,6 +244,11 @@ def _check_texts(value: Any, depth: int = 0) -> None:
 
 def _is_mapping(kind: Any) -> bool:
     return get_origin(kind) is dict
+
+
+def _is_text(kind: Any) -> bool:
+    """Returns whether a type is `str`, or `str | None`."""
+    return kind is str or (get_origin(kind) is Union and set(get_args(kind)) == {str, type(None)})
 
 
 def _meant(value: Any, kind: Any) -> Any:

@@ -347,7 +347,7 @@ class ConvertedRows(RowSource):
 
 
 def convert_row(row: Row, source: str) -> Row:
-    """Returns the prompt, answer and further columns of a raw row of a public data set; other rows unchanged.
+    """Returns prompt, answer and other columns of a raw row of a public data set; other rows unchanged.
 
     Raises:
         UserError: The row lacks something that its data set needs, such as tests; or it may belong to several sets.
@@ -356,7 +356,7 @@ def convert_row(row: Row, source: str) -> Row:
     if name is None:
         return row
     try:
-        return find(name).convert(row)
+        return find(name).converted(row)
     except UnusableRowError as error:
         raise UserError(
             f"{source}: columns as in the data set {name}, but the row cannot be used: {error}. Remove such rows, or "

@@ -6,10 +6,15 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from mrl.config.did_you_mean import nearest
 from mrl.errors import UserError, shown
 
 LARGEST = 1 << 24
 """Upper limit of any size in a model; keeps products of sizes small enough to allocate or to refuse."""
+
+
+NEAR = 0.85
+"""Similarity above which a key is suggested as a misspelled one; many valid keys of a config.json are half alike."""
 
 
 def value_of(config: Mapping[str, Any], key: str, defaults: Mapping[str, Any]) -> Any:
@@ -22,7 +27,10 @@ def value_of(config: Mapping[str, Any], key: str, defaults: Mapping[str, Any]) -
         return config[key]
     if key in defaults:
         return defaults[key]
-    raise UserError(f"config.json: '{key}' is missing.")
+    similar = [each for each in config if abs(len(each) - len(key)) <= 2]
+    near = nearest(key, similar, NEAR)
+    hint = f" The file has '{near}'; rename it if that is meant." if near else ""
+    raise UserError(f"config.json: '{key}' is missing.{hint}")
 
 
 def positive_int(config: Mapping[str, Any], key: str, defaults: Mapping[str, Any], *, most: int = LARGEST) -> int:

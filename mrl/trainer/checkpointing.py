@@ -14,6 +14,7 @@ from typing import Any
 from mrl.checkpoint.run_dir.checkpoint import CheckpointManager, PendingCheckpoint, ResumePoint
 from mrl.checkpoint.run_dir.manifest import STATE_FILE, read_json_object
 from mrl.config.config import CheckpointConfig
+from mrl.config.peft_folder import ADAPTER_FOLDER
 from mrl.distributed.collectives import any_rank, raise_on_all_ranks
 from mrl.distributed.groups import ProcessGroups
 from mrl.errors import UserError
@@ -167,7 +168,7 @@ class Checkpointing:
             if export:
                 self._weights.export(folder / "hf")
                 if self._weights.has_adapters:
-                    self._weights.export_adapters(folder / "adapter")
+                    self._weights.export_adapters(folder / ADAPTER_FOLDER)
             return started[0]
 
         metric = standing.metrics.get(self._config.best_metric)

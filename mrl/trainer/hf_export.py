@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from safetensors.torch import save_file
 from torch import Tensor
 
 from mrl.checkpoint.formats.hf import assign_files, write_metadata_files
 from mrl.checkpoint.formats.peft import check_new, write_peft_folder
+from mrl.checkpoint.formats.safetensors_file import write_safetensors
 from mrl.config.config import LoraConfig
 from mrl.data.tokenizer import Tokenizer
 from mrl.distributed.collectives import raise_on_all_ranks
@@ -146,7 +146,10 @@ def _write_files(
     stored = dict(join(arrived, fused or {}))
     with raise_on_all_ranks(), _disk_errors():
         for file in own:
-            save_file(stored, folder / file, metadata={"format": "pt"})
+            # Not safetensors' save_file, whose files only their owner can read. The writer expects wide dtypes first.
+            ordered = sorted(stored.items(), key=lambda item: -item[1].element_size())
+            shapes = {name: (tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")) for name, tensor in ordered}
+            write_safetensors(folder / file, shapes, ordered, {"format": "pt"})
 
 
 def _receive(

@@ -127,6 +127,20 @@ def test_null_is_a_value_where_the_field_is_optional(tmp_path):
     )
 
 
+@pytest.mark.parametrize("text", ["bytes:", "char: ab", "x: {y: 1}", "a:b", "'bytes:'"])
+@pytest.mark.parametrize("key", ["model.tokenizer", "data.prompt_key", "distillation.teacher_models[0].key"])
+def test_a_text_with_a_colon_stays_the_text_that_was_written(key, text):
+    config = load({"distillation": {"teacher_models": [{}]}}, [f"{key}={text}"])
+    read = (config.model.tokenizer, config.data.prompt_key, config.distillation.teacher_models[0].key)
+    assert text.strip("'") in read
+
+
+@pytest.mark.parametrize("text", ["{a: 1}", "{a: b}", "[a]", "null"])
+def test_a_mapping_a_list_and_null_are_no_text(text):
+    with pytest.raises(UserError, match=r"data\.prompt_key.*expected a string"):
+        load({}, [f"data.prompt_key={text}"])
+
+
 @pytest.mark.parametrize("text", ["2.0", "0.5_5.0", "'0.5_2'", "0.01", "token_k1,seq_max_k2"])
 def test_bounds_stay_the_text_that_was_written(text, tmp_path):
     config = load(write(tmp_path, "{}"), [f"{CORRECTION}.rollout_rs_threshold={text}"])

@@ -73,6 +73,19 @@ def test_raw_files_give_the_prompts_of_converted_ones(name, make, suffix, tokeni
     assert len(read[0].conversions) == 1 and read[1].conversions == ()
 
 
+@pytest.mark.parametrize(("name", "make"), [case[:2] for case in READ_RAW])
+def test_other_columns_of_a_raw_row_are_kept(name, make, tokenizer, tmp_path):
+    own = find(name).convert(make(1))
+    more = {"difficulty_score": 0, "tags": ["a"]}
+    file = write(tmp_path / "raw.jsonl", [make(1) | more | {"difficulty_score": score} for score in (3, 1, 2)])
+    data = DataConfig(train_files=[file], order_by="difficulty_score")
+    prompts = load_training(data, tokenizer, prompt_length=4096, seed=0).next(3)
+    assert [prompt.extra["difficulty_score"] for prompt in prompts] == [1, 2, 3]
+    assert prompts[0].extra["tags"] == ["a"] and prompts[0].answer == own["answer"]
+    assert all(prompts[0].extra[column] == own[column] for column in own if column not in ("prompt", "answer"))
+    assert not set(prompts[0].extra) & set(find(name).consumed) - set(own)
+
+
 def test_held_out_files_are_converted_too(tokenizer, tmp_path):
     file = write(tmp_path / "test.jsonl", [public_rows.gsm8k(1)])
     (prompt,) = load_validation(DataConfig(val_files=[file]), tokenizer, prompt_length=4096)

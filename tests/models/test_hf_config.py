@@ -134,6 +134,29 @@ def test_a_missing_size_is_named(key):
         arch_from_config(config)
 
 
+@pytest.mark.parametrize(
+    ("key", "given"),
+    [
+        ("num_hidden_layers", "num_hiden_layers"),
+        ("num_hidden_layers", "num_hidden_layer"),
+        ("hidden_size", "hiddensize"),
+        ("intermediate_size", "intermedate_size"),
+    ],
+)
+def test_a_missing_key_is_named_with_the_similar_key_of_the_file(key, given):
+    config = {given if name == key else name: value for name, value in PRESETS["llama_tiny"].items()}
+    with pytest.raises(UserError, match=f"'{key}' is missing.*'{given}'"):
+        arch_from_config(config)
+
+
+@pytest.mark.parametrize("key", ["num_hidden_layers", "hidden_size", "vocab_size", "num_attention_heads"])
+@pytest.mark.parametrize("preset", ["llama_tiny", "qwen3_moe_tiny"])
+def test_a_valid_key_is_not_taken_for_a_misspelled_one(key, preset):
+    with pytest.raises(UserError) as caught:
+        arch_from_config({name: value for name, value in PRESETS[preset].items() if name != key})
+    assert str(caught.value) == f"config.json: '{key}' is missing."
+
+
 USED = {"use_sliding_window": True}
 WINDOWS = {
     "no layer": ("qwen2_tiny", {**USED, "max_window_layers": 4, "sliding_window": 8}, ()),

@@ -118,6 +118,15 @@ def test_tokenizer_and_further_settings_come_along(tmp_path):
     assert json.loads((tmp_path / "out" / "config.json").read_text())["eos_token_id"] == 7
 
 
+def test_files_can_be_read_by_whom_the_umask_allows(tmp_path):
+    arch = ARCHS["biases, tied"]
+    save_model(arch, tmp_path / "in")
+    (tmp_path / "like").touch()
+    run_ranks(2, exports, tmp_path / "out", arch, ParallelLayout(2, 2), tmp_path / "in")
+    modes = {path.name: path.stat().st_mode for path in (tmp_path / "out").iterdir()}
+    assert "model.safetensors" in modes and set(modes.values()) == {(tmp_path / "like").stat().st_mode}
+
+
 def test_a_folder_that_exists_is_left_alone_and_every_rank_hears_of_it(tmp_path):
     arch = ARCHS["biases, tied"]
     save_model(arch, tmp_path / "in")

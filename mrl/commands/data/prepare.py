@@ -210,7 +210,7 @@ def _converted(
     for part in parts:
         for index in range(part.first, part.last):
             try:
-                row = found.convert(part.rows.row(index))
+                row = found.converted(part.rows.row(index))
             except UnusableRowError as error:
                 dropped[str(error)] += 1
                 continue

@@ -28,7 +28,8 @@ from mrl.commands.from_verl.sft import SftRun
 from mrl.commands.from_verl.translation import Translation
 from mrl.commands.from_verl.verl_run import VerlRun, format_value, is_unset
 from mrl.config.config import Config, RolloutConfig
-from mrl.config.keys import nested
+from mrl.config.did_you_mean import did_you_mean, nearest
+from mrl.config.keys import NEAR, nested
 from mrl.config.megatron_fields.table import TABLE, is_default
 from mrl.config.values import Values
 from mrl.config.verl_keys import translated_keys
@@ -329,6 +330,7 @@ def _kl(verl: VerlRun) -> Iterator[Pair]:
         place, coef, kind = "loss", f"{ACTOR}kl_loss_coef", f"{ACTOR}kl_loss_type"
         if verl["algorithm.use_kl_in_reward"]:
             verl.notes["algorithm.use_kl_in_reward"] = "ignored: the KL is already in the loss"
+            verl.under("algorithm.kl_")  # part of this note
     elif verl["algorithm.use_kl_in_reward"]:
         place, coef, kind = "reward", "algorithm.kl_ctrl.kl_coef", "algorithm.kl_penalty"
     else:
@@ -338,6 +340,7 @@ def _kl(verl: VerlRun) -> Iterator[Pair]:
             "the estimator has one advantage per response, and a KL in the reward needs one per token: use "
             "algorithm.name=reinforce_pp or algorithm.kl_in=loss"
         )
+        verl.under("algorithm.kl_")  # part of this note
         return
     yield "algorithm.kl_in", place
     yield "algorithm.kl_coef", verl[coef]
@@ -418,7 +421,8 @@ def _sort(verl: VerlRun, overridden: Set[str], found: Translation) -> None:
         if key in verl.notes:
             continue
         what = verdict(key)
-        line = f"{key}={format_value(value)}: {what.text or UNKNOWN}"
+        said = what.text or f"{UNKNOWN}.{_did_you_mean_key(key)}".removesuffix(".")
+        line = f"{key}={format_value(value)}: {said}"
         if what.kind == "unknown" or (what.kind == "missing" and _is_lost(verl, overridden, key, value)):
             found.add_missing(line, lost=changes_training(key))
         elif what.kind == "missing":
@@ -428,6 +432,21 @@ def _sort(verl: VerlRun, overridden: Set[str], found: Translation) -> None:
     path = f"{ROOT}model.path"
     if MEDIA_MODELS.search(str(verl.given.get(path, "")).rstrip("/").rpartition("/")[2]):
         found.add_missing(f"{path}={format_value(verl.given[path])}: {NO_MEDIA}", lost=True)
+
+
+def _did_you_mean_key(key: str) -> str:
+    """Returns the end of an error message, " Did you mean 'trainer.save_freq'?"; "" if no key of verl is similar.
+
+    A key of the same section is preferred to one with the same name in another.
+    """
+    section, _, name = key.rpartition(".")
+    by_name: dict[str, list[str]] = {}
+    for known in (*MAPS, *translated_keys.MOOT, *translated_keys.MISSING):
+        if "*" not in known:
+            by_name.setdefault(known.rpartition(".")[2], []).append(known)
+    siblings = [tail for tail, keys in by_name.items() if any(each.rpartition(".")[0] == section for each in keys)]
+    tail = nearest(name, siblings, NEAR) or nearest(name, by_name, NEAR)
+    return did_you_mean(key, by_name[tail], 0.0) if tail else ""
 
 
 def _is_lost(verl: VerlRun, overridden: Set[str], key: str, value: Any) -> bool:

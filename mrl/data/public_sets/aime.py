@@ -44,4 +44,5 @@ DATA_SET = PublicSet(
     prompt_length=1024,
     response_length=8192,
     settings={"rollout.val_kwargs": {"n": 16, "do_sample": True}},
+    consumed=("question", "problem", "Problem", "Answer", "solution"),
 )

@@ -72,4 +72,5 @@ DATA_SET = PublicSet(
     reward={"name": "code"},
     prompt_length=2048,
     response_length=4096,
+    consumed=("question", "starter_code", "input_output", "solutions"),
 )

@@ -74,6 +74,8 @@ class PublicSet:
         num_val: Rows taken from the end of the training rows as held-out rows, where `val` is empty.
         settings: Further config lines that this set needs, by dotted key.
         refusal: Reason why mrl cannot train on the set; "" if it can.
+        consumed: Raw columns that a converted row does not keep: they are in its prompt or answer, or are long texts
+            that no reward of mrl reads.
     """
 
     description: str
@@ -87,6 +89,17 @@ class PublicSet:
     num_val: int = 0
     settings: Mapping[str, Any] = field(default_factory=dict)
     refusal: str = ""
+    consumed: tuple[str, ...] = ()
+
+    def converted(self, row: Row) -> Row:
+        """Returns the result of `convert` with the raw row's other columns, which rewards receive as `extra`.
+
+        Raises:
+            UnusableRowError: The row lacks something that the set needs.
+        """
+        own = self.convert(row)
+        others = {name: value for name, value in row.items() if name not in own and name not in self.consumed}
+        return {**own, **others}
 
 
 def names() -> list[str]:

@@ -47,4 +47,5 @@ DATA_SET = PublicSet(
     prompt_length=256,
     response_length=1024,
     num_val=1024,
+    consumed=("nums", "target"),
 )

@@ -39,4 +39,5 @@ DATA_SET = PublicSet(
     prompt_length=2048,
     response_length=8192,
     settings={"rollout.val_kwargs": {"n": 32, "do_sample": True, "top_p": 0.7}},
+    consumed=("reward_model", "solution"),
 )

@@ -40,4 +40,5 @@ DATA_SET = PublicSet(
     reward={"name": "numeric"},
     prompt_length=512,
     response_length=1024,
+    consumed=("question", "answer"),
 )

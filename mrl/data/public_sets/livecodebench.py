@@ -113,4 +113,5 @@ DATA_SET = PublicSet(
     reward={"name": "code"},
     prompt_length=2048,
     response_length=8192,
+    consumed=("question_content", "starter_code", "public_test_cases", "private_test_cases", "metadata"),
 )

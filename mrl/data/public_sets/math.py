@@ -49,4 +49,5 @@ DATA_SET = PublicSet(
     reward={"name": "math"},
     prompt_length=1024,
     response_length=2048,
+    consumed=("problem",),
 )

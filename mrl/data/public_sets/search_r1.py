@@ -54,4 +54,5 @@ DATA_SET = PublicSet(
     reward={"name": "qa"},
     prompt_length=512,
     response_length=1024,
+    consumed=("question", "golden_answers", "reward_model"),
 )

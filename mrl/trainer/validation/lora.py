@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os.path
 from collections.abc import Iterator
 from dataclasses import fields
 
 from mrl.config.config import Config, LoraConfig
 from mrl.config.did_you_mean import did_you_mean_path
-from mrl.config.peft_folder import ADAPTER_CONFIG, is_adapter_folder
+from mrl.config.peft_folder import ADAPTER_CONFIG, ADAPTER_FOLDER, is_adapter_folder
 from mrl.engines._capabilities import engine_capabilities
 from mrl.errors import UserError
 from mrl.models.base import ArchSpec
@@ -46,14 +47,17 @@ def section_rules(key: str, lora: LoraConfig, config: Config) -> Iterator[str]:
         lora: Its settings.
         config: The config.
     """
-    if lora.adapter_path is not None and not is_adapter_folder(lora.adapter_path):
+    is_wrong_folder = lora.adapter_path is not None and not is_adapter_folder(lora.adapter_path)
+    if lora.adapter_path is not None and is_wrong_folder:
+        inner = os.path.join(lora.adapter_path, ADAPTER_FOLDER)
+        near = f" Did you mean '{inner}'?" if is_adapter_folder(inner) else did_you_mean_path(lora.adapter_path)
         yield (
-            f"{key}.adapter_path='{lora.adapter_path}' has no {ADAPTER_CONFIG}.{did_you_mean_path(lora.adapter_path)} "
-            "Name a folder that PEFT's save_pretrained wrote."
+            f"{key}.adapter_path='{lora.adapter_path}' has no {ADAPTER_CONFIG}.{near} Name a folder that PEFT's "
+            "save_pretrained wrote."
         )
     if not lora.rank:
         default = LoraConfig()
-        for item in fields(LoraConfig):
+        for item in () if is_wrong_folder else fields(LoraConfig):  # the right folder would set the rank
             if getattr(lora, item.name) != getattr(default, item.name):
                 yield (
                     f"{key}.{item.name} is set, but would have no effect because {key}.rank is 0. Remove it, or change "

@@ -185,6 +185,17 @@ def test_a_kl_that_nothing_reads_is_told():
     assert "kl_in" not in lost.text and [one for one in lost.missing if "use_kl_in_reward" in one]
 
 
+@pytest.mark.parametrize("others", [{}, {"actor_rollout_ref.actor.use_kl_loss": True}])
+@pytest.mark.parametrize("estimator", ["grpo", "grpo_passk"])
+def test_the_settings_of_a_refused_kl_in_the_reward_are_not_listed_as_unread(estimator, others):
+    coefficients = {"algorithm.kl_ctrl.kl_coef": 0.01, "algorithm.kl_penalty": "mse"}
+    found = translate(
+        {"algorithm.adv_estimator": estimator, "algorithm.use_kl_in_reward": True, **coefficients, **others}
+    )
+    listed = [line.partition("=")[0] for line in (*found.missing, *found.moot)]
+    assert "algorithm.use_kl_in_reward" in listed and not set(coefficients) & set(listed)
+
+
 def test_the_command_line_takes_the_folder_before_and_behind_the_words(repository, capsys):
     folder = str(repository / "examples" / "multiturn" / "config")
     words = [*TRAINER.split(), "--config-name=multi", "algorithm.adv_estimator=grpo"]

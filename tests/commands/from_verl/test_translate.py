@@ -467,6 +467,23 @@ def test_an_unknown_key_is_lost_in_every_section(section):
     assert [line.partition("=")[0] for line in found.lost] == [f"{section}.unheard_of"]
 
 
+@pytest.mark.parametrize(
+    ("given", "meant"),
+    [
+        ("actor_rollout_ref.actor.ppo_mini_batchsize", "actor_rollout_ref.actor.ppo_mini_batch_size"),
+        ("actor_rollout_ref.rollout.temprature", "actor_rollout_ref.rollout.temperature"),
+        ("actor_rollout_ref.rolout.temperature", "actor_rollout_ref.rollout.temperature"),
+        ("rollout.temprature", "actor_rollout_ref.rollout.temperature"),
+        ("trainer.save_frequ", "trainer.save_freq"),
+        ("trainer.unheard_of", None),
+    ],
+)
+def test_an_unknown_key_is_listed_with_the_nearest_of_verls(given, meant):
+    (line,) = translate({"algorithm.adv_estimator": "grpo", given: 1}).lost
+    assert line.startswith(f"{given}=1: ")
+    assert f"'{meant}'" in line if meant else "Did you mean" not in line
+
+
 def test_the_reference_of_a_fork_keeps_its_weights():
     found = translate({"algorithm.adv_estimator": "grpo", "actor_rollout_ref.ref.model.path": "other"})
     assert yaml.safe_load(found.text)["reference"] == {"path": "other"} and found.lost == []

@@ -2,7 +2,9 @@
 
 import pytest
 
-from mrl.config.config import RewardFunctionConfig
+from mrl.config.config import Config, LoraConfig, RewardFunctionConfig
+from mrl.config.peft_folder import ADAPTER_CONFIG, ADAPTER_FOLDER
+from mrl.trainer.validation.lora import section_rules
 from mrl.trainer.validation.validate import check, check_config
 from tests.trainer.validation.runs import ARCH, VAL, changed, make, refusal
 
@@ -29,6 +31,18 @@ RULES = [
 @pytest.mark.parametrize(("overrides", "world_size", "said"), RULES, ids=[rule[2] for rule in RULES])
 def test_a_broken_rule_is_named(overrides, world_size, said):
     assert said in refusal(make(*overrides), world_size)
+
+
+@pytest.mark.parametrize("key", ["actor.lora", "critic.lora"])
+@pytest.mark.parametrize("inner", [None, ADAPTER_FOLDER])
+def test_of_a_wrong_folder_of_adapters_only_the_folder_is_named(key, inner, tmp_path):
+    if inner is not None:
+        (tmp_path / inner).mkdir()
+        (tmp_path / inner / ADAPTER_CONFIG).write_text("{}")
+    given = tmp_path if inner else tmp_path / "nowhere"
+    (said,) = section_rules(key, LoraConfig(adapter_path=str(given), alpha=7.0), Config())
+    assert said.startswith(f"{key}.adapter_path='{given}' has no {ADAPTER_CONFIG}.")
+    assert (f"'{tmp_path / ADAPTER_FOLDER}'" in said) is (inner is not None)
 
 
 SUPERVISED = [

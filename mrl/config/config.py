@@ -1185,8 +1185,9 @@ def to_yaml(config: Config) -> str:
 
 def _read(path: str | Path) -> Any:
     if not os.path.isfile(path):
+        why = "is a folder" if os.path.isdir(path) else "does not exist"
         raise UserError(
-            f"config file '{path}' does not exist.{did_you_mean_config(path)} Pass the path of a YAML file, or the "
+            f"config file '{path}' {why}.{did_you_mean_config(path)} Pass the path of a YAML file, or the "
             "name of a config that comes with mrl, such as quickstart; `mrl configs` lists them."
         )
     return read_yaml(Path(path), "config file")

@@ -12,6 +12,9 @@ _PACKAGE = Path(__file__).resolve().parents[1]
 FOLDER = next((path for path in (_PACKAGE / "configs", _PACKAGE.parent / "configs") if path.is_dir()), Path("configs"))
 """Folder of the configs: inside the package in a wheel, next to the package in a clone."""
 
+RUN_CONFIG = "config.yaml"
+"""File in a run folder with the run's config."""
+
 
 def names() -> list[str]:
     """Returns the names of the packaged configs, sorted, with a folder's name before a slash; without `.yaml`."""
@@ -29,8 +32,13 @@ def find_config(path: str) -> str:
 
 
 def did_you_mean_config(path: str | Path) -> str:
-    """Returns the end of an error message about a missing config file: the packaged config or the file meant, or ""."""
+    """Returns the end of an error message about a missing config file: the config that may be meant, or "".
+
+    It is a run folder's, a packaged one, or a file with a similar path.
+    """
     given = Path(path)
+    if (given / RUN_CONFIG).is_file():
+        return f" Did you mean '{given / RUN_CONFIG}'?"
     if given.with_suffix("").as_posix().removeprefix("configs/") in names():
         return f" Did you mean '{given.stem}', which comes with mrl?"
     return did_you_mean_path(path) or (did_you_mean(str(path), names()) if given.suffix == "" else "")

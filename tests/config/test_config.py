@@ -233,5 +233,15 @@ def test_a_missing_file_is_named():
         load("nowhere.yaml")
 
 
+def test_a_run_folder_is_refused_with_its_config(tmp_path):
+    with pytest.raises(UserError) as caught:
+        load(tmp_path)
+    assert str(tmp_path / "config.yaml") not in str(caught.value)
+    (tmp_path / "config.yaml").touch()
+    with pytest.raises(UserError) as caught:
+        load(tmp_path)
+    assert str(tmp_path / "config.yaml") in str(caught.value)
+
+
 def test_nested_opens_a_dotted_key():
     assert nested("a.b[0].c", 1) == {"a": {"b": {0: {"c": 1}}}}

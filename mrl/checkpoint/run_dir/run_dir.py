@@ -25,6 +25,7 @@ from mrl.checkpoint.run_dir.manifest import committed_steps
 from mrl.config import config as config_module
 from mrl.config import user_code
 from mrl.config.config import Config
+from mrl.config.packaged import RUN_CONFIG
 from mrl.data.hub_files import with_paths
 from mrl.errors import UserError
 
@@ -54,7 +55,7 @@ class RunDir:
     @property
     def config(self) -> Path:
         """Resolved config."""
-        return self.root / "config.yaml"
+        return self.root / RUN_CONFIG
 
     @property
     def run_info(self) -> Path:

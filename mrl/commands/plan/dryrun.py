@@ -43,7 +43,7 @@ def describe(config: Config, size: WorldSize, *, launcher: str | None = None, pl
         config: Config, not resolved.
         size: Number of ranks and its origin.
         launcher: Launcher as in `LauncherEnv.launcher`; None: not known yet.
-        placeholders: Replace missing files by placeholders.
+        placeholders: Replace missing files by placeholders, and accept model folders without weights.
 
     Raises:
         UserError: The run is invalid.
@@ -51,7 +51,9 @@ def describe(config: Config, size: WorldSize, *, launcher: str | None = None, pl
     config, notes = with_shapes(config, placeholders=placeholders)
     try:
         with hint_at_placeholders(config):
-            found = check_run(config, size.ranks, launcher=launcher, tell=notes.append if notes else None)
+            found = check_run(
+                config, size.ranks, launcher=launcher, tell=notes.append if notes or placeholders else None
+            )
         check_run_folder(config)
     except UserError as error:
         raise with_notes(error, notes) from error

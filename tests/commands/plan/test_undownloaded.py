@@ -50,6 +50,16 @@ def test_config_and_tokenizer_without_weights_are_enough(command, cache, tmp_pat
     assert (found.arch.num_layers, found.arch.vocab_size) == (3, 320)
 
 
+def test_a_folder_without_weights_is_enough_with_stand_ins(tmp_path, capsys):
+    write_folder(arch_from_preset("qwen2_tiny", {}, 320), byte_bpe_folder(tmp_path / "model"))
+    (tmp_path / "model" / "model.safetensors").unlink()
+    words = ["train", str(config_of(tmp_path, str(tmp_path / "model"))), "--dry-run", "--world-size", "1"]
+    assert main(words) != 0
+    assert "model.safetensors" in capsys.readouterr().err
+    assert main([*words, "--stand-ins"]) == 0
+    assert f"model.path={tmp_path / 'model'} has no safetensors files" in capsys.readouterr().out
+
+
 def test_without_the_hub_a_preset_of_the_same_name_has_the_shape(cache, tmp_path):
     changed, notes = with_shapes(load(config_of(tmp_path, "Qwen/Qwen3-8B")))
     assert (changed.model.path, changed.model.preset) == (None, "qwen3_8b")

@@ -107,6 +107,7 @@ class NativeModel:
         return self._engine._model.logits(hidden[len(prompt) - 1 :]).float()
 
 
-def _causal(layer, q_PND, k_PKD, v_PKD):
+def _causal(layer, q_PND, k_PKD, v_PKD, sinks_N):
+    assert sinks_N is None  # mrl refuses such models here
     q, k, v = (x.transpose(0, 1)[None] for x in (q_PND, k_PKD, v_PKD))
     return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)[0].transpose(0, 1)

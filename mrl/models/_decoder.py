@@ -226,7 +226,7 @@ def arch_from_config(
         qkv_bias: See `ArchSpec`; or the key of config.json that says so.
         qk_norm: See `ArchSpec`; or the key of config.json that says so.
         moe: See `ArchSpec`.
-        windows: Which layers have a sliding window.
+        windows: Rule for the layers with a sliding window and its size.
         rope: Rotary settings that the family has.
 
     Raises:
@@ -303,7 +303,7 @@ def decoder_family(
         fixed: Function from an ArchSpec to the family's own keys of config.json.
         params: `Family.params`.
         moe: `_moe.moe_spec` with the family's key names bound; None: dense.
-        windows: Which layers have a sliding window.
+        windows: Rule for the layers with a sliding window and its size.
         trtllm_architecture: `Family.trtllm_architecture`; None: TensorRT-LLM has no such model.
         extra_layers: `Family.extra_layers`.
         fused_experts: `Family.fused_experts`.

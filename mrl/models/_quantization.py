@@ -52,7 +52,7 @@ class Fp8Format:
     """FP8 weights of a checkpoint.
 
     Attributes:
-        suffix: What the name of a matrix' scales has in addition to the matrix' name.
+        suffix: End of the name of a matrix's scales, after the name of the matrix.
         block: Rows and columns of the blocks with one scale each; None: one scale per matrix or row.
         dtype: Dtype of the dequantized weights, the model's.
     """

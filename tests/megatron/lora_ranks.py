@@ -1,4 +1,4 @@
-"""What the ranks of test_lora_peft.py do; they import no peft."""
+"""Functions of test_lora_peft.py that run in each rank; they import no peft."""
 
 import torch
 from torch.overrides import TorchFunctionMode

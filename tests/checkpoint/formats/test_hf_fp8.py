@@ -60,7 +60,7 @@ def counts(shape, block):
 
 
 def dequantized(stored, scales, block, dtype=torch.bfloat16):
-    """Of an own formula: each scale is repeated over its block, and the last ones are cut off."""
+    """Computes the weights independently: repeats each scale over its block and cuts off what exceeds the matrix."""
     spread = scales.reshape(counts(stored.shape, block)).float()
     for dim in (0, 1):
         spread = spread.repeat_interleave(block[dim], dim)

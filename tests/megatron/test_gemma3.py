@@ -14,6 +14,7 @@ from mrl.models.hf_config import arch_from_folder
 from mrl.parallel_layout import ParallelLayout
 from mrl.resharding.hf_names import locate_tensors
 from tests.megatron.actors import CONSTANT, VOCAB, full_gradients, make_batch, make_policy, own_part, scores
+from tests.megatron.autoregressive import scores_and_gradients
 from tests.ranks import run_ranks
 
 PARITY = 1e-5
@@ -77,18 +78,8 @@ def model_of(name, root):
                 value.add_(torch.randn(value.shape) * 0.3)
     folder = root / name
     model.save_pretrained(folder)
-    batch, parts, loss = batch_of(), [], torch.zeros(())
-    weights = batch.weights_R.split(batch.response_lens_B.tolist())
-    lens = batch.seq_lens_B.tolist()
-    for tokens, prompt_len, weight in zip(
-        batch.tokens_P.split(lens), batch.prompt_lens_B.tolist(), weights, strict=True
-    ):
-        logprobs = model(tokens[None]).logits[0].log_softmax(-1)[prompt_len - 1 : -1]
-        chosen = logprobs.gather(1, tokens[prompt_len:, None]).squeeze(1)
-        parts.append(torch.stack([chosen, -(logprobs.exp() * logprobs).sum(1)]).detach())
-        loss = loss - (chosen * weight).sum()
-    loss.backward()
-    return folder, torch.cat(parts, 1), {key: value.grad for key, value in model.named_parameters()}
+    logprobs_R, entropies_R, gradients = scores_and_gradients(model, batch_of())
+    return folder, torch.stack([logprobs_R, entropies_R]), gradients
 
 
 def by_megatron(folder, layout, batch):

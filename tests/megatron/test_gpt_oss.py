@@ -12,6 +12,7 @@ from mrl.models.kernels.sdpa import attend
 from mrl.parallel_layout import ParallelLayout
 from mrl.resharding.hf_names import locate_tensors
 from tests.megatron.actors import CONSTANT, full_gradients, make_batch, make_policy, own_part, scores
+from tests.megatron.autoregressive import scores_and_gradients
 from tests.megatron.mixtures import make_model
 from tests.ranks import run_ranks
 
@@ -36,22 +37,10 @@ def judged(tmp_path_factory):
     folder = tmp_path_factory.mktemp("gpt_oss")
     model.save_pretrained(folder)
     model.double()
-    batch, parts, loss = make_batch(6, seed=2, longest=40), [], torch.zeros((), dtype=torch.float64)
+    batch = make_batch(6, seed=2, longest=40)
     assert batch.seq_lens_B.max() > 2 * model.config.sliding_window
-    weights = batch.weights_R.split(batch.response_lens_B.tolist())
-    sequences = zip(batch.tokens_P.split(batch.seq_lens_B.tolist()), batch.prompt_lens_B.tolist(), weights, strict=True)
-    for tokens, prompt_len, weight in sequences:
-        logprobs = model(tokens[None]).logits[0].log_softmax(-1)[prompt_len - 1 : -1]
-        chosen = logprobs.gather(1, tokens[prompt_len:, None]).squeeze(1)
-        parts.append(chosen.detach())
-        loss = loss - (chosen * weight).sum()
-    loss.backward()
-    return (
-        str(folder),
-        batch,
-        torch.cat(parts).float(),
-        {key: value.grad.float() for key, value in model.named_parameters()},
-    )
+    logprobs_R, _, gradients = scores_and_gradients(model, batch)
+    return str(folder), batch, logprobs_R.float(), {key: value.float() for key, value in gradients.items()}
 
 
 def by_megatron(folder, layout, batch, longest_at_once):

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -56,15 +57,16 @@ def test_what_needs_the_same_modules_is_forked_from_one_process(tmp_path):
 
 
 @pytest.mark.slow
-def test_it_ends_with_the_process_that_started_it_even_by_kill_9(tmp_path):
-    words = [sys.executable, "-c", ALONE, str(tmp_path)]
-    starter = subprocess.Popen(words, cwd=ROOT, stdin=subprocess.PIPE, env={**os.environ, "TMPDIR": str(tmp_path)})
-    try:
-        wait_until((tmp_path / "one").exists)
-        servers = psutil.Process(starter.pid).children(recursive=True)
-    finally:
-        starter.kill()
-        starter.communicate()
-    told(tmp_path, "one")
-    assert len(servers) >= 2 and not psutil.wait_procs(servers, LIMIT_S)[1]
-    assert not list(tmp_path.glob("mrl-imports-*"))
+def test_it_ends_with_the_process_that_started_it_even_by_kill_9():
+    with tempfile.TemporaryDirectory() as folder:  # `tmp_path` may be too long for the name of a socket
+        words = [sys.executable, "-c", ALONE, folder]
+        starter = subprocess.Popen(words, cwd=ROOT, stdin=subprocess.PIPE, env={**os.environ, "TMPDIR": folder})
+        try:
+            wait_until((Path(folder) / "one").exists)
+            servers = psutil.Process(starter.pid).children(recursive=True)
+        finally:
+            starter.kill()
+            starter.communicate()
+        told(Path(folder), "one")
+        assert len(servers) >= 2 and not psutil.wait_procs(servers, LIMIT_S)[1]
+        assert not list(Path(folder).glob("mrl-imports-*"))

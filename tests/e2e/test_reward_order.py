@@ -38,13 +38,14 @@ def test_the_function_sees_every_scored_response_once_and_other_ranks_do_not_cal
     given = [*STEPS, *settings(tmp_path, LOGGED), "train.num_steps=6", "train.minibatch_size=8"]
     runs.train_in_pool(tmp_path, given, 2)
     calls = [json.loads(line) for line in (tmp_path / "calls-0").read_text().splitlines()]
-    # Once for the check, twice in the warm start; then epochs begin in steps 1, 2, 4 and 5.
+    # Twice when the function is tried, the second time with invented rewards; once for the first prompts and twice in
+    # the warm start; then epochs begin in steps 1, 2, 4 and 5.
     counts = [[count for count, _ in call] for call in calls]
-    assert [sum(each) for each in counts] == [0, 0, 0, 0, 1 * 8 * 4, 3 * 8 * 4, 4 * 8 * 4]
+    assert [sum(each) for each in counts] == [0, 4 * ROWS * 3 // 4, 0, 0, 0, 0, 1 * 8 * 4, 3 * 8 * 4, 4 * 8 * 4]
     assert counts[-2] == [8] * ROWS
     assert all((mean is None) == (count == 0) for call in calls for count, mean in call)
-    others = (tmp_path / "calls-1").read_text().splitlines()
-    assert [json.loads(line) for line in others] == [[[0, None]] * ROWS]
+    others = [json.loads(line) for line in (tmp_path / "calls-1").read_text().splitlines()]
+    assert others == [calls[0], calls[1], [[0, None]] * ROWS]
 
 
 def test_a_function_that_differs_between_ranks_and_calls_gives_all_ranks_the_same_prompts(tmp_path):

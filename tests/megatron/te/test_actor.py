@@ -82,7 +82,7 @@ CHOSEN = [
     f"{MEGATRON}/test_checkpoint.py::test_an_optimizer_that_never_stepped_is_saved_and_loaded",
     f"{MEGATRON}/test_checkpoint.py::test_an_optimizer_of_the_other_kind_goes_on_with_the_same_numbers"
     "[0-float32-dp2-True-dp2-False]",
-    f"{MEGATRON}/test_moe_checkpoint.py::test_training_goes_on_where_the_experts_lie_otherwise[single]",
+    f"{MEGATRON}/test_moe_checkpoint.py::test_training_goes_on_where_the_experts_lie_otherwise[every layer-single]",
     # states of 2 bytes, and on the host
     *(f"{STATES}::test_a_resumed_run_is_the_one_that_went_on[{kind}]" for kind in KINDS),
     *(f"{STATES}::test_its_steps_are_those_of_the_plain_optimizer[{kind}]" for kind in KINDS[1:]),

@@ -278,10 +278,7 @@ def sigmoid_moe_spec(config: Mapping[str, Any], defaults: Mapping[str, Any]) -> 
     Raises:
         UserError: A key is missing or wrong, or no layer has experts.
     """
-    layers = positive_int(config, "num_hidden_layers", defaults, most=MAX_LAYERS)
-    first = _count(config, "first_k_dense_replace", defaults)
-    if first >= layers:
-        raise UserError(f"config.json: first_k_dense_replace is {first}; none of the {layers} layers has experts.")
+    dense = _first_layers(config, defaults)
     experts_name = _same_number(config, "n_routed_experts", "num_local_experts")
     experts, top_k = positive_int(config, experts_name, defaults), positive_int(config, "num_experts_per_tok", defaults)
     groups, top_groups = (positive_int(config, key, defaults) for key in ("n_group", "topk_group"))
@@ -308,7 +305,7 @@ def sigmoid_moe_spec(config: Mapping[str, Any], defaults: Mapping[str, Any]) -> 
         num_groups=groups,
         top_groups=top_groups,
         scaling_factor=positive_float(config, "routed_scaling_factor", defaults),
-        dense_layers=tuple(range(first)),
+        dense_layers=dense,
     )
 
 
@@ -325,6 +322,44 @@ def sigmoid_keys(moe: MoeSpec) -> dict[str, Any]:
         "routed_scaling_factor": moe.scaling_factor,
         "first_k_dense_replace": len(moe.dense_layers),
     }
+
+
+def softmax_moe_spec(config: Mapping[str, Any], defaults: Mapping[str, Any]) -> MoeSpec:
+    """Reads the MoeSpec of a model whose experts are chosen by their softmax and have shared ones beside them.
+
+    The weights of the chosen experts are not scaled to a sum of 1 (DeepSeek-V2's `greedy`).
+
+    Raises:
+        UserError: A key is missing or wrong, or no layer has experts.
+    """
+    spec = moe_spec(
+        config,
+        defaults={**defaults, "norm_topk_prob": False},
+        num_experts_key=lambda config: _same_number(config, "n_routed_experts", "num_experts"),
+        dense_layers=lambda config, layers: _first_layers(config, defaults),
+    )
+    return replace(
+        spec,
+        shared_intermediate_size=spec.intermediate_size * _count(config, "n_shared_experts", defaults),
+        shared_gate=False,
+        scaling_factor=positive_float(config, "routed_scaling_factor", defaults),
+    )
+
+
+def softmax_keys(moe: MoeSpec) -> dict[str, Any]:
+    """Returns the keys of config.json that `softmax_moe_spec` reads."""
+    keys = sigmoid_keys(moe)
+    del keys["n_group"], keys["topk_group"]
+    return keys
+
+
+def _first_layers(config: Mapping[str, Any], defaults: Mapping[str, Any]) -> tuple[int, ...]:
+    """Returns the layers with a dense MLP before those with experts."""
+    layers = positive_int(config, "num_hidden_layers", defaults, most=MAX_LAYERS)
+    first = _count(config, "first_k_dense_replace", defaults)
+    if first >= layers:
+        raise UserError(f"config.json: first_k_dense_replace is {first}; none of the {layers} layers has experts.")
+    return tuple(range(first))
 
 
 def _count(config: Mapping[str, Any], key: str, defaults: Mapping[str, Any]) -> int:

@@ -94,6 +94,40 @@ class MoeSpec:
     activation_limit: float | None = None
 
 
+@dataclass(frozen=True)
+class MlaSpec:
+    """Multi-head latent attention: sizes under the names of config.json.
+
+    A head's query and key have a part that is not rotated and one that is, whose key all heads share. The rotated part
+    of a head is stored with the pairs of a rotation in neighbouring dimensions.
+
+    Attributes:
+        q_lora_rank: Size of the latent vector of queries; None: queries are a product of the hidden state.
+        kv_lora_rank: Size of the latent vector of keys and values.
+        qk_nope_head_dim: Dimensions of a head's query and key that are not rotated; they come first.
+        qk_rope_head_dim: Dimensions that are rotated.
+        v_head_dim: Dimensions of a head's value.
+        norm_eps: Epsilon of the norms of the latent vectors, which transformers reads from no key.
+    """
+
+    q_lora_rank: int | None
+    kv_lora_rank: int
+    qk_nope_head_dim: int
+    qk_rope_head_dim: int
+    v_head_dim: int
+    norm_eps: float = 1e-6
+
+    @property
+    def qk_head_dim(self) -> int:
+        """Dimensions of a head's query and key, `ArchSpec.head_dim`."""
+        return self.qk_nope_head_dim + self.qk_rope_head_dim
+
+    @property
+    def cache_dim(self) -> int:
+        """Numbers that a token has in a cache of latent vectors: the latent vector and the rotated part of its key."""
+        return self.kv_lora_rank + self.qk_rope_head_dim
+
+
 Activation = Literal["silu", "gelu_tanh"]
 
 
@@ -121,6 +155,8 @@ class ArchSpec:
         zero_centered_norms: True if a norm multiplies by 1 + weight instead of the weight.
         post_norms: True if the outputs of attention and MLP pass through a norm before they are added to the residual.
         scaled_embeddings: True if embeddings are multiplied by `embedding_scale`.
+        mla: Latent attention; None: queries, keys and values are products of the hidden state. With it `head_dim` is
+            that of queries and keys, and each head has its own key and value.
     """
 
     family: str
@@ -151,6 +187,7 @@ class ArchSpec:
     zero_centered_norms: bool = False
     post_norms: bool = False
     scaled_embeddings: bool = False
+    mla: MlaSpec | None = None
 
     def window_of(self, layer: int) -> int | None:
         """Returns the sliding window of a layer's attention; None: the layer attends to all earlier tokens."""
@@ -179,7 +216,9 @@ class ArchSpec:
 
     @property
     def rotary_dim(self) -> int:
-        """Number of dimensions of each head that are rotated, the first ones."""
+        """Number of dimensions of each head that are rotated: the first ones, with `mla` the last."""
+        if self.mla is not None:
+            return self.mla.qk_rope_head_dim
         return int(self.head_dim * self.partial_rotary_factor)
 
 
@@ -219,6 +258,17 @@ def moe_of(arch: ArchSpec) -> MoeSpec:
     if arch.moe is None:
         raise ValueError(f"this {arch.family} model has no experts")
     return arch.moe
+
+
+def mla_of(arch: ArchSpec) -> MlaSpec:
+    """Returns the latent attention of a model.
+
+    Raises:
+        ValueError: The model has none.
+    """
+    if arch.mla is None:
+        raise ValueError(f"this {arch.family} model has no latent attention")
+    return arch.mla
 
 
 class ShardKind(Enum):
@@ -300,6 +350,7 @@ class ParamSpec:
 def dims(arch: ArchSpec) -> dict[str, int]:
     """Returns the size of each word that `ParamSpec.shapes` uses."""
     return {
+        **_latent_dims(arch),
         "vocab": arch.vocab_size,
         "hidden": arch.hidden_size,
         "ffn": arch.intermediate_size,
@@ -311,6 +362,19 @@ def dims(arch: ArchSpec) -> dict[str, int]:
         "experts": arch.moe.num_experts if arch.moe else 0,
         "expert_ffn": arch.moe.intermediate_size if arch.moe else 0,
         "shared_ffn": arch.moe.shared_intermediate_size if arch.moe else 0,
+    }
+
+
+def _latent_dims(arch: ArchSpec) -> dict[str, int]:
+    mla = arch.mla
+    if mla is None:
+        return {}
+    return {
+        "q_latent": mla.q_lora_rank or 0,
+        "kv_latent": mla.kv_lora_rank,
+        "kv_latent_rope": mla.cache_dim,
+        "kv_up": arch.num_heads * (mla.qk_nope_head_dim + mla.v_head_dim),
+        "v": arch.num_heads * mla.v_head_dim,
     }
 
 
@@ -351,6 +415,7 @@ class Family:
             loaded.
         fused_experts: True if the checkpoint has the experts of a layer in one tensor, transposed, with alternating
             columns of gate and up; the table names them one by one. vLLM has alternating rows.
+        aliases: Further values of `model_type` of models that transformers computes as this family.
         vllm_names: (part of a Hugging Face name, vLLM's) for names that differ.
         vllm_windows: Function from an ArchSpec to the layers to which vLLM gives the sliding window, if there is one.
     """
@@ -364,5 +429,6 @@ class Family:
     trtllm_architecture: str | None = None
     extra_layers: bool = False
     fused_experts: bool = False
+    aliases: tuple[str, ...] = ()
     vllm_names: tuple[tuple[str, str], ...] = ()
     vllm_windows: Callable[[ArchSpec], tuple[int, ...]] = lambda arch: tuple(range(arch.num_layers))

@@ -63,15 +63,17 @@ def arch_from_config(config: dict[str, Any]) -> ArchSpec:
     Raises:
         UserError: Unknown `model_type`, or a structure that mrl does not implement.
     """
-    known = {family.hf_model_type: family for family in families().values()}
+    known = {name: family for family in families().values() for name in (family.hf_model_type, *family.aliases)}
     model_type = config.get("model_type")
     if not isinstance(model_type, str) or model_type not in known:
         hint = " Of a model with a vision tower mrl supports only the text model." if _has_parts(config) else ""
         raise UserError(
             f"config.json: model_type is {shown(model_type)}; mrl supports {', '.join(sorted(known))}.{hint}"
         )
-    refuse_foreign_structure(config, known[model_type].keys)
-    return known[model_type].arch_from_hf(config)
+    family = known[model_type]
+    config = {**config, "model_type": family.hf_model_type}
+    refuse_foreign_structure(config, family.keys)
+    return family.arch_from_hf(config)
 
 
 def _has_parts(config: dict[str, Any]) -> bool:

@@ -33,6 +33,14 @@ _TINY: dict[str, Any] = {
     "rope_theta": 10000.0,
 }
 
+_TINY_MLA: dict[str, Any] = {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 20,
+}
+
 _TINY_EXPERTS: dict[str, Any] = {"moe_intermediate_size": 64, "num_experts_per_tok": 2}
 
 _LLAMA3_ROPE: dict[str, Any] = {
@@ -50,6 +58,16 @@ _GPT_OSS_ROPE: dict[str, Any] = {
     "beta_fast": 32.0,
     "beta_slow": 1.0,
     "truncate": False,
+}
+
+_DEEPSEEK_ROPE: dict[str, Any] = {
+    "rope_type": "yarn",
+    "factor": 40.0,
+    "original_max_position_embeddings": 4096,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
 }
 
 _LONGROPE: dict[str, Any] = {
@@ -198,6 +216,29 @@ PRESETS: dict[str, dict[str, Any]] = {
         "attention_bias": True,
         "tie_word_embeddings": False,
     },
+    "deepseek_v3_tiny": {
+        "model_type": "deepseek_v3",
+        **_TINY,
+        **_TINY_MLA,
+        **_TINY_EXPERTS,
+        "q_lora_rank": 24,
+        "n_routed_experts": 8,
+        "n_group": 4,
+        "topk_group": 2,
+        "first_k_dense_replace": 1,
+        "rope_scaling": {**_DEEPSEEK_ROPE, "factor": 8.0, "original_max_position_embeddings": 64},
+        "tie_word_embeddings": False,
+    },
+    "deepseek_v2_tiny": {
+        "model_type": "deepseek_v2",
+        **_TINY,
+        **_TINY_MLA,
+        **_TINY_EXPERTS,
+        "q_lora_rank": None,
+        "n_routed_experts": 4,
+        "first_k_dense_replace": 1,
+        "tie_word_embeddings": False,
+    },
     "gemma3_text_tiny": {
         "model_type": "gemma3_text",
         **_TINY,
@@ -310,6 +351,65 @@ PRESETS: dict[str, dict[str, Any]] = {
         "moe_intermediate_size": 1408,
         "n_shared_experts": 1,
         "routed_scaling_factor": 1.0,
+        "first_k_dense_replace": 1,
+        "tie_word_embeddings": False,
+    },
+    "deepseek_v2_lite": {
+        "model_type": "deepseek_v2",
+        "vocab_size": 102400,
+        **_sizes(2048, 10944, 27, 16, 16),
+        "max_position_embeddings": 163840,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10000.0,
+        "rope_scaling": {**_DEEPSEEK_ROPE, "mscale": 0.707, "mscale_all_dim": 0.707},
+        "q_lora_rank": None,
+        "n_routed_experts": 64,
+        "num_experts_per_tok": 6,
+        "moe_intermediate_size": 1408,
+        "n_shared_experts": 2,
+        "first_k_dense_replace": 1,
+        "tie_word_embeddings": False,
+    },
+    "moonlight_16b_a3b": {
+        "model_type": "deepseek_v3",
+        "vocab_size": 163840,
+        **_sizes(2048, 11264, 27, 16, 16),
+        "max_position_embeddings": 8192,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 50000.0,
+        "q_lora_rank": None,
+        "n_routed_experts": 64,
+        "num_experts_per_tok": 6,
+        "moe_intermediate_size": 1408,
+        "n_shared_experts": 2,
+        "routed_scaling_factor": 2.446,
+        "n_group": 1,
+        "topk_group": 1,
+        "first_k_dense_replace": 1,
+        "tie_word_embeddings": False,
+    },
+    "deepseek_v3_671b_a37b": {
+        "model_type": "deepseek_v3",
+        "vocab_size": 129280,
+        **_sizes(7168, 18432, 61, 128, 128),
+        "max_position_embeddings": 163840,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10000.0,
+        "rope_scaling": _DEEPSEEK_ROPE,
+        "tie_word_embeddings": False,
+    },
+    "kimi_k2_1t_a32b": {
+        "model_type": "deepseek_v3",
+        "vocab_size": 163840,
+        **_sizes(7168, 18432, 61, 64, 64),
+        "max_position_embeddings": 131072,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 50000.0,
+        "rope_scaling": {**_DEEPSEEK_ROPE, "factor": 32.0, "beta_fast": 1.0},
+        "n_routed_experts": 384,
+        "routed_scaling_factor": 2.827,
+        "n_group": 1,
+        "topk_group": 1,
         "first_k_dense_replace": 1,
         "tie_word_embeddings": False,
     },

@@ -86,7 +86,7 @@ def with_rotary_head(config: Mapping[str, Any], defaults: Mapping[str, Any]) -> 
     """Returns config.json with the rotated part of a head as `head_dim`, as which transformers 5 writes it.
 
     Raises:
-        UserError: Heads do not have keys of their own, as in these models.
+        UserError: Heads do not have keys of their own, or `head_dim` is another number.
     """
     heads = positive_int(config, "num_attention_heads", defaults)
     kv_heads = value_of(config, "num_key_value_heads", defaults)
@@ -96,6 +96,11 @@ def with_rotary_head(config: Mapping[str, Any], defaults: Mapping[str, Any]) -> 
             "attention the two are equal."
         )
     rotary = positive_int(config, "qk_rope_head_dim", defaults)
+    if config.get("head_dim") not in (None, rotary):
+        raise UserError(
+            f"config.json: head_dim is {config['head_dim']}; in multi-head latent attention it is qk_rope_head_dim, "
+            f"{rotary}. Remove it."
+        )
     return {**config, "head_dim": rotary, "num_key_value_heads": heads}
 
 

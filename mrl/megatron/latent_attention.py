@@ -43,6 +43,9 @@ class ReplicatedLinear(torch.nn.Module):
 class LatentAttention(MLASelfAttention):  # type: ignore[misc]  # megatron.core has no types
     """Megatron's latent attention on packed sequences; arguments as Megatron's and the model's sizes."""
 
+    linear_q_down_proj: Any
+    linear_kv_down_proj: Any
+
     def __init__(self, config: Any, *args: Any, mla: MlaSpec, **options: Any) -> None:
         super().__init__(config, *args, **options)
         self._mla = mla
@@ -81,8 +84,8 @@ class LatentAttention(MLASelfAttention):  # type: ignore[misc]  # megatron.core 
             **unused: Further arguments of Megatron's.
 
         Returns:
-            Queries and keys [n, 1, N, D], values [n, 1, N, v] (without the second dimension in a "thd" plan), the latent
-            vectors of queries (the hidden states if the model has none) and of keys and values.
+            Queries and keys [n, 1, N, D] and values [n, 1, N, v], in a "thd" plan without the second dimension; the
+            latent vectors of queries (the hidden states if the model has none), and of keys and values.
         """
         if packed_seq_params is None:
             raise ValueError("attention takes packed sequences")

@@ -17,6 +17,7 @@ from mrl.types import RolloutBatch
 from tests.megatron.actors import (
     ARCHS,
     CONSTANT,
+    MIXTURES,
     SHALLOW_MIXTURE,
     VOCAB,
     algorithm,
@@ -49,6 +50,8 @@ CASES = {
     "cp2_recomputed": (ParallelLayout(2, cp=2), DENSE, {"recompute": "full"}),
     "experts": (ParallelLayout(2, tp=2, ep=2, etp=1), SHALLOW_MIXTURE, EXPERTS),
     "cp2_experts": (ParallelLayout(2, cp=2, ep=2), SHALLOW_MIXTURE, EXPERTS),
+    "tp2_latent": (ParallelLayout(2, tp=2), MIXTURES["deepseek_v3"], {"recompute": "selective"}),
+    "pp2_latent": (ParallelLayout(2, pp=2), MIXTURES["deepseek_v2"], {"recompute": "full"}),
 }
 
 # few tokens: some prompts are the beginnings of others, and so are some answers

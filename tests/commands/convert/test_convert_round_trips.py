@@ -25,6 +25,7 @@ from tests.resharding.archs import small
 pytestmark = pytest.mark.slow
 
 MOE = {"num_key_value_heads": 2, "moe_intermediate_size": 16}
+LATENT = {"num_key_value_heads": 8, "qk_rope_head_dim": 4, "moe_intermediate_size": 16, "n_routed_experts": 4}
 
 FAMILIES = {
     "qwen2, tied": (small("qwen2_tiny"), "bfloat16"),
@@ -39,6 +40,8 @@ FAMILIES = {
     "qwen3_moe, dense layers": (small("qwen3_moe_tiny", **MOE, mlp_only_layers=[1, 3]), "bfloat16"),
     "gemma3_text": (small("gemma3_text_tiny", head_dim=6), "bfloat16"),
     "gpt_oss, fused": (small("gpt_oss_tiny"), "bfloat16"),
+    "deepseek_v3": (small("deepseek_v3_tiny", **LATENT, n_group=2, topk_group=1), "bfloat16"),
+    "deepseek_v2": (small("deepseek_v2_tiny", **LATENT), "float32"),
     "glm4_moe": (small("glm4_moe_tiny", **MOE, use_qk_norm=True, head_dim=4), "bfloat16"),
 }
 """101 rows of vocabulary, a prime; 8 query heads, 4 layers, 4 experts."""

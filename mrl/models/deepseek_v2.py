@@ -43,6 +43,8 @@ def _own_keys(arch: ArchSpec) -> dict[str, Any]:
         **mla_keys(mla_of(arch)),
         "scoring_func": "softmax",
         "topk_method": "greedy",
+        "n_group": 1,
+        "topk_group": 1,
         **softmax_keys(moe_of(arch)),
     }
 
@@ -53,7 +55,7 @@ _TABLE = decoder_family(
     params=(
         *MLA,
         *DENSE_MLP,
-        *moe_layer(QWEN_MLP, vllm_router="float32"),
+        *moe_layer(QWEN_MLP),
         *shared_expert(QWEN_MLP, "shared_experts"),
         *HEAD,
     ),

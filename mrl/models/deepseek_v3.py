@@ -59,7 +59,7 @@ _TABLE = decoder_family(
     params=(
         *MLA,
         *DENSE_MLP,
-        *moe_layer(QWEN_MLP, vllm_router="float32"),
+        *moe_layer(QWEN_MLP),
         selection_bias(f"{QWEN_MLP}gate.e_score_correction_bias"),
         *shared_expert(QWEN_MLP, "shared_experts"),
         *HEAD,

@@ -2,7 +2,8 @@
 
 `qkv_proj` is the rank's query heads, then its key heads, then its value heads; `gate_up_proj` is [gate; up]; of the
 experts, `w13_weight` is [gate; up] of each expert and `w2_weight` the columns of each; the vocabulary is padded to a
-multiple of 64. With `Family.fused_experts` gate and up rows alternate, and `w13_weight[0::2]` has those of gate.
+multiple of 64. The latent vectors of queries and of keys and values come from one `fused_qkv_a_proj`. With
+`Family.fused_experts` gate and up rows alternate, and `w13_weight[0::2]` has those of gate.
 Source: vLLM 0.32 (`QKVParallelLinear`, `VocabParallelEmbedding`, `RoutedExperts`). The engine compares every name and
 shape with vLLM's own parameters.
 """
@@ -27,6 +28,8 @@ FUSED = (("q_proj", "qkv_proj"), ("gate_proj", "gate_up_proj"))
 
 EXPERTS = {ShardKind.EXPERT_GATE_UP: "w13", ShardKind.EXPERT_DOWN: "w2", ShardKind.EXPERT_REPLICATED: "w2"}
 """vLLM's names of a layer's experts, without "_weight" and "_bias"."""
+LATENT = ("q_a_proj", "kv_a_proj_with_mqa", "fused_qkv_a_proj")
+"""Projections to latent vectors that vLLM fuses, and its name of the fused tensor."""
 ALTERNATING = ("[0::2]", "[1::2]")
 """Ends of the names of gate and up rows that alternate in one tensor of vLLM."""
 
@@ -63,9 +66,28 @@ def vllm_layout(
     if family.fused_experts:
         adds_bias = expert_shard(tp_size, tp_rank, ep_size).etp.rank == 0
         own = dict(_apart(own, adds_bias=adds_bias))
+    if arch.mla is not None and arch.mla.q_lora_rank is not None:
+        own = dict(_with_fused_latents(own))
     grids = block_grids(arch, quantization)
     stored = fp8_layout(own, grids)
     return {**stored, **scale_tables(stored, grids)}
+
+
+def _with_fused_latents(layout: Layout) -> Iterator[tuple[str, StoredTensor]]:
+    """Yields the tensors with the rows of the two projections to latent vectors in one tensor."""
+    queries, keys, fused = (f".{name}." for name in LATENT)
+    for name, stored in layout.items():
+        if queries in name:
+            below = layout[name.replace(queries, keys)]
+            rows, columns = stored.shape
+            moved = tuple(
+                Piece(piece.hf_name, piece.src, ((piece.dst[0][0] + rows, piece.dst[0][1] + rows), piece.dst[1]))
+                for piece in below.pieces
+            )
+            shape = (rows + below.shape[0], columns)
+            yield name.replace(queries, fused), StoredTensor(shape, stored.dtype, (*stored.pieces, *moved))
+        elif keys not in name:
+            yield name, stored
 
 
 def _apart(layout: Layout, *, adds_bias: bool) -> Iterator[tuple[str, StoredTensor]]:

@@ -13,7 +13,7 @@ from mrl.engines.vllm.engine_fields import VERSION
 from mrl.engines.vllm.fields import FIELDS, NAME
 from mrl.errors import UserError, to_install
 from mrl.models._keys import is_known_to_transformers
-from mrl.models.base import ArchSpec
+from mrl.models.base import ArchSpec, MlaSpec
 from mrl.models.hf_config import family_of
 from mrl.parallel_layout import ParallelLayout
 
@@ -50,6 +50,8 @@ class VllmCapabilities(EngineCapabilities):
             )
         if arch.attention_sinks:
             yield from _sinks_rules(config, arch)
+        if arch.mla is not None:
+            yield from _latent_rules(config, arch, arch.mla)
         yield from fp8_support.refusals(config, arch)
         yield from adapter_rules(config, arch)
 
@@ -123,6 +125,29 @@ def _sinks_rules(config: Config, arch: ArchSpec) -> Iterator[str]:
     ):
         if is_set:
             yield f"{setting} with rollout.name={NAME} is not supported for '{arch.family}'. Use rollout.name=native."
+
+
+def _latent_rules(config: Config, arch: ArchSpec, mla: MlaSpec) -> Iterator[str]:
+    """Yields a message for each setting of a model with latent attention that vLLM computes otherwise."""
+    if arch.rms_norm_eps != mla.norm_eps:
+        yield (
+            f"rollout.name={NAME} computes the norms of latent vectors with rms_norm_eps={arch.rms_norm_eps}, "
+            f"transformers with {mla.norm_eps}. Use rollout.name=native."
+        )
+    scaling = arch.rope_scaling
+    if scaling is not None and (
+        (scaling.attention_factor, scaling.truncate) != (None, None)
+        or (scaling.mscale is None) != (scaling.mscale_all_dim is None)
+    ):
+        yield (
+            f"rollout.name={NAME} ignores attention_factor and truncate of '{arch.family}', and needs both of mscale "
+            "and mscale_all_dim or none. Use rollout.name=native."
+        )
+    if config.rollout.quantization is not None:
+        yield (
+            f"rollout.quantization={config.rollout.quantization} with rollout.name={NAME} is not supported for "
+            f"'{arch.family}'. Set rollout.quantization=null."
+        )
 
 
 CAPABILITIES = VllmCapabilities()

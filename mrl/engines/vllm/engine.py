@@ -74,8 +74,9 @@ class VllmEngine(RolloutEngine):
         )
         later = sum(map(num_bytes, self._layout.values()))
         budget = kv_budget(spec.device, config.gpu_memory_utilization, spec.tp_group, later_bytes=later)
+        router = {} if arch.mla is None else {"moe_router_dtype": "float32"}  # logits, which other families have so
         folder = spec.write_model_folder(
-            quantization_config_keys(config, unquantized_modules=unquantized_modules(arch))
+            {**quantization_config_keys(config, unquantized_modules=unquantized_modules(arch)), **router}
         )
         self._runtime = VllmRuntime(spec, folder, budget=budget, further=lora_arguments(spec, self._layout))
         try:

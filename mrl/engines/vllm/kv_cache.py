@@ -64,8 +64,10 @@ def kv_cache(rollout: RolloutConfig, arch: ArchSpec, engine_bytes: int) -> KVCac
         arch: Sizes of the model.
         engine_bytes: Bytes of an element of the engine's dtype.
     """
-    heads = max(1, arch.num_kv_heads // rollout.tensor_model_parallel_size)
+    numbers = 2 * max(1, arch.num_kv_heads // rollout.tensor_model_parallel_size) * arch.head_dim
+    if arch.mla is not None:
+        numbers = arch.mla.cache_dim
     block = block_tokens(rollout)
     tokens = (-(-rollout.max_sequence_length // block) + 1) * block  # vLLM reserves one block
-    each = tokens * 2 * arch.num_layers * heads * arch.head_dim * item_bytes(rollout, engine_bytes)
+    each = tokens * arch.num_layers * numbers * item_bytes(rollout, engine_bytes)
     return KVCacheSize(each, each * rollout.max_num_seqs)

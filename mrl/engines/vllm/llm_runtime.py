@@ -34,6 +34,9 @@ from mrl.errors import UserError, first_line, to_install
 PLAIN_KERNEL = "triton"
 """Reads experts and FP8 in the layout that weight sync writes; other GPU kernels reorder them."""
 
+PLAIN_LATENT = "CPU_MLA"
+"""Latent attention on a CPU; the other kernel frees the weight to which weight sync writes."""
+
 TIMEOUT_ARGUMENTS = ("distributed_timeout_seconds", "cpu_distributed_timeout_seconds")
 """Arguments for the timeout of its process groups; the defaults are torch's (10 minutes in NCCL, 30 in gloo)."""
 
@@ -116,7 +119,12 @@ def _kernels(spec: EngineSpec) -> dict[str, str]:
     """Returns the arguments that select kernels which read weights in the layout that weight sync writes."""
     moe = spec.arch.moe is not None and spec.device.type == "cuda"
     fp8 = spec.config.quantization is not None
-    return {**({"moe_backend": PLAIN_KERNEL} if moe else {}), **({"linear_backend": PLAIN_KERNEL} if fp8 else {})}
+    latent = spec.arch.mla is not None and spec.device.type == "cpu"
+    return {
+        **({"moe_backend": PLAIN_KERNEL} if moe else {}),
+        **({"linear_backend": PLAIN_KERNEL} if fp8 else {}),
+        **({"attention_backend": PLAIN_LATENT} if latent else {}),
+    }
 
 
 class VllmRuntime:
@@ -162,6 +170,7 @@ class VllmRuntime:
                 patches.rewind_discarded_rng(self.version)
                 patches.use_torch_distributed_on_cpu(self.version)
                 patches.disable_numa_binding(self.version)
+                patches.rotate_views(self.version)
                 patches.restrict_kernel_search(self.version)
             self.kept_tokens = KeptTokensRecorder(self.version)
             self.experts = self._register_recorders(spec)

@@ -1,6 +1,7 @@
 """Views of vLLM's own parameters under the names of `resharding/vllm.py`, into which weight sync writes.
 
-Also packs experts on a CPU, whose kernel reads them in its own order (vLLM's `reload_weights` does not do that).
+Also packs experts on a CPU, whose kernel reads them in its own order (vLLM's `reload_weights` does not do that), and
+updates the matrices of latent attention, which vLLM derives from `kv_b_proj` when it loads.
 """
 
 from __future__ import annotations
@@ -29,6 +30,10 @@ ADAPTED = ".base_layer."
 """Part of the names of weights in layers with low-rank adapters."""
 
 
+DERIVED = (".W_UK_T", ".W_UV")
+"""Ends of the names of matrices that vLLM derives from a weight."""
+
+
 class ParameterViews:
     """Parameters of this rank's part of the model, by the layout's names.
 
@@ -43,7 +48,9 @@ class ParameterViews:
 
     def __init__(self, model: torch.nn.Module, layout: Layout, version: str) -> None:
         found = {
-            name.replace(ROUTED, ".").replace(ADAPTED, "."): value.data for name, value in model.named_parameters()
+            name.replace(ROUTED, ".").replace(ADAPTED, "."): value.data
+            for name, value in model.named_parameters()
+            if not name.endswith(DERIVED)
         }
         owners = {name: name.partition("[")[0] for name in layout}
         missing, strange = set(owners.values()) - found.keys(), found.keys() - set(owners.values())
@@ -74,6 +81,7 @@ class ParameterViews:
             self._tensors[name] = tensor
         _check_kernels(model, version)
         self._packed = list(_packed_experts(model))
+        self._latent: list[Any] = [layer for layer in model.modules() if hasattr(layer, "W_UV")]
 
     def write(self, item: WeightSlice) -> None:
         """Copies a slice into its parameter.
@@ -91,7 +99,9 @@ class ParameterViews:
         return sum(bit_sum(tensor) for tensor in self._tensors.values()) % MODULUS
 
     def pack(self) -> None:
-        """Reorders experts for a CPU's kernel, in the same storage; does nothing on a GPU."""
+        """Reorders experts for a CPU's kernel, and derives matrices again, both in the same storage."""
+        for layer in self._latent:
+            layer.process_weights_after_loading(layer.W_UV.dtype)
         for weight, isa in self._packed:
             from vllm import _custom_ops
 
@@ -102,6 +112,7 @@ class ParameterViews:
         """Drops the references to the parameters."""
         self._tensors.clear()
         self._packed.clear()
+        self._latent.clear()
 
 
 def _check_kernels(model: torch.nn.Module, version: str) -> None:

@@ -12,6 +12,7 @@ Each was tested with vLLM 0.32; a version that lacks the replaced function is re
 - `use_torch_distributed_on_cpu`: ranks on CPUs would communicate through shared memory files, which have the same names
   in every job of a host and outlive it; and a waiting rank spins on the core that the others need.
 - `disable_numa_binding`: on a CPU vLLM would move the trainer's memory to one NUMA node and bind it there.
+- `rotate_views`: on a CPU the kernel of rotary embeddings without scaling takes parts of heads for whole ones.
 - `restrict_kernel_search`: replacements of Triton kernels are searched in each module of the process, at each start.
 """
 
@@ -145,6 +146,20 @@ def disable_numa_binding(version: str) -> None:
     look_up("vllm.v1.worker.cpu_worker", "torch.ops._C.init_cpu_memory_env", version)
     operations: Any = torch.ops._C
     operations.init_cpu_memory_env = lambda nodes: None
+
+
+def rotate_views(version: str) -> None:
+    """Rotates parts of queries and keys, as latent attention has them, with torch's operators on a CPU."""
+    kind = look_up("vllm.model_executor.layers.rotary_embedding.base", "RotaryEmbedding", version)
+    for name in ("forward_cpu", "forward_native"):
+        look_up("vllm.model_executor.layers.rotary_embedding.base", f"RotaryEmbedding.{name}", version)
+    compiled = _own(kind, "forward_cpu")
+
+    def rotate(self: Any, positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor | None = None) -> Any:
+        is_whole = all(part is None or part.is_contiguous() for part in (query, key))
+        return (compiled if is_whole else kind.forward_native)(self, positions, query, key)
+
+    kind.forward_cpu = rotate
 
 
 class _Modules:

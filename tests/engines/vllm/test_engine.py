@@ -79,9 +79,10 @@ def test_bf16_is_as_near_as_its_bits(folders):
     assert_scored(reference(folder), found[0], SETTINGS["plain"], atol=BF16_ATOL)
 
 
-def test_a_bf16_model_keeps_its_router_in_fp32(folders):
-    """Near on average: where two experts have nearly the same score, another is chosen."""
-    folder = folders("glm4_moe")
+@pytest.mark.parametrize("family", ["glm4_moe", "deepseek_v3"])
+def test_a_bf16_mixture_is_near_on_average(family, folders):
+    """Where two experts have nearly the same score, another is chosen."""
+    folder = folders(family)
     model = reference(folder)
     (found,) = run_ranks(1, sampled, folder, [SETTINGS["plain"]], dtype=torch.bfloat16)
     differences = [

@@ -144,6 +144,7 @@ def refits(folder, grid):
         ("qwen3_moe", ParallelLayout(1)),
         ("qwen2_moe", ParallelLayout(4, tp=2, rollout_tp=2)),
         ("gpt_oss", ParallelLayout(2, ep=2, rollout_tp=2)),
+        ("deepseek_v3", ParallelLayout(2, tp=2, rollout_tp=2)),
         ("qwen2", ParallelLayout(4, tp=2, pp=2, rollout_tp=2)),
         ("qwen3_moe", ParallelLayout(4, ep=2, pp=2, rollout_tp=2)),
     ],

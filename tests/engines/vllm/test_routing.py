@@ -68,7 +68,12 @@ def assert_told(model, rollouts, top_k):
 
 @pytest.mark.parametrize(
     ("family", "way"),
-    [("qwen3_moe", "at once"), ("mixtral", "in parts, few at a time, from the cache"), ("glm4_moe", "at once")],
+    [
+        ("qwen3_moe", "at once"),
+        ("mixtral", "in parts, few at a time, from the cache"),
+        ("glm4_moe", "at once"),
+        ("deepseek_v2", "at once"),
+    ],
 )
 def test_they_are_those_of_transformers(family, way, folders):
     """Of a replica of two ranks, each of which tells them."""

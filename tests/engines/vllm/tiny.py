@@ -16,6 +16,24 @@ from tests.models.rope import both_spellings
 SIZES = {"vocab_size": 99, "num_hidden_layers": 2, "hidden_size": 128, "intermediate_size": 160, "head_dim": 32}
 EXPERTS = {"num_experts": 8, "num_local_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
 MOE = {**SHAPE, **both_spellings(ROPE), "tie_word_embeddings": False, "mlp_only_layers": [], "decoder_sparse_step": 1}
+LATENT = {  # its kernel for CPUs has these sizes alone
+    **SIZES,
+    "head_dim": 64,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 512,
+    "qk_rope_head_dim": 64,
+    "qk_nope_head_dim": 32,
+    "v_head_dim": 32,
+    "num_hidden_layers": 3,
+    "first_k_dense_replace": 1,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 64,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.1,
+    "tie_word_embeddings": False,
+}
 FAMILIES = {
     # vLLM would give all layers the window that some have
     **{name: {**given, **SIZES} for name, given in NATIVE.items() if name != "qwen2_windows"},
@@ -48,6 +66,38 @@ FAMILIES = {
         "num_experts_per_tok": 2,
         "sliding_window": 10,
         "tie_word_embeddings": False,
+    },
+    "deepseek_v3": {
+        "model_type": "deepseek_v3",
+        **LATENT,
+        **both_spellings(
+            {
+                "rope_type": "yarn",
+                "rope_theta": 10000.0,
+                "factor": 4.0,
+                "original_max_position_embeddings": 64,
+                "mscale": 0.8,
+                "mscale_all_dim": 0.6,
+            }
+        ),
+        "q_lora_rank": 48,
+        "n_shared_experts": 1,
+        "n_group": 4,
+        "topk_group": 2,
+        "scoring_func": "sigmoid",
+        "topk_method": "noaux_tc",
+    },
+    "deepseek_v2": {
+        "model_type": "deepseek_v2",
+        **LATENT,
+        **both_spellings({"rope_type": "default", "rope_theta": 10000.0}),
+        "q_lora_rank": None,
+        "n_group": 1,
+        "topk_group": 1,
+        "n_shared_experts": 2,
+        "topk_method": "greedy",
+        "routed_scaling_factor": 1.5,
+        "norm_topk_prob": False,
     },
     "glm4_moe": {
         "model_type": "glm4_moe",

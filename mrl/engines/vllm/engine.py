@@ -28,6 +28,7 @@ from mrl.engines.vllm import logprob_probe
 from mrl.engines.vllm.adapters import VllmAdapters, lora_arguments
 from mrl.engines.vllm.fields import refusals_on_a_cpu
 from mrl.engines.vllm.fp8_support import check_gpu, unquantized_modules
+from mrl.engines.vllm.kv_cache import derived_bytes
 from mrl.engines.vllm.llm_runtime import VllmRuntime
 from mrl.engines.vllm.parameter_views import ParameterViews
 from mrl.engines.vllm.process_state import rng_state_restored
@@ -72,7 +73,7 @@ class VllmEngine(RolloutEngine):
         self._layout = vllm_layout(
             arch, size, rank, spec.dtype_name, ep_size=config.expert_parallel_size, quantization=config.quantization
         )
-        later = sum(map(num_bytes, self._layout.values()))
+        later = sum(map(num_bytes, self._layout.values())) + derived_bytes(arch, size, spec.dtype.itemsize)
         budget = kv_budget(spec.device, config.gpu_memory_utilization, spec.tp_group, later_bytes=later)
         router = {} if arch.mla is None else {"moe_router_dtype": "float32"}  # logits, which other families have so
         folder = spec.write_model_folder(

@@ -71,3 +71,17 @@ def kv_cache(rollout: RolloutConfig, arch: ArchSpec, engine_bytes: int) -> KVCac
     tokens = (-(-rollout.max_sequence_length // block) + 1) * block  # vLLM reserves one block
     each = tokens * arch.num_layers * numbers * item_bytes(rollout, engine_bytes)
     return KVCacheSize(each, each * rollout.max_num_seqs)
+
+
+def derived_bytes(arch: ArchSpec, tp: int, engine_bytes: int) -> int:
+    """Returns the bytes of the matrices that vLLM derives from `kv_b_proj` in latent attention, on a rank.
+
+    Args:
+        arch: Sizes of the model.
+        tp: Ranks of a replica.
+        engine_bytes: Bytes of an element of the engine's dtype.
+    """
+    if arch.mla is None:
+        return 0
+    rows = arch.num_heads // tp * (arch.mla.qk_nope_head_dim + arch.mla.v_head_dim)
+    return arch.num_layers * rows * arch.mla.kv_lora_rank * engine_bytes

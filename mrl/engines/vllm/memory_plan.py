@@ -18,8 +18,8 @@ from mrl.engines._memory_plan import (
     token_elements,
 )
 from mrl.engines.native.decode_state import routing_format
+from mrl.engines.vllm.kv_cache import derived_bytes, kv_cache
 from mrl.engines.vllm.kv_cache import item_bytes as cache_element_bytes
-from mrl.engines.vllm.kv_cache import kv_cache
 from mrl.models.base import ArchSpec
 from mrl.parallel_layout import ParallelLayout
 from mrl.resharding.layout import Layout
@@ -37,7 +37,12 @@ class VllmMemoryPlan(MemoryPlan):
     def weight_bytes(self, config: Config, arch: ArchSpec, grid: ParallelLayout) -> int:
         """Returns the size of vLLM's weights on a rank, bytes."""
         dtype = config.rollout.dtype or config.model.dtype
-        return _vllm_bytes(arch, grid.rollout_tp, grid.rollout_ep, dtype, config.rollout.quantization)
+        derived = derived_bytes(arch, grid.rollout_tp, item_bytes(config))
+        return derived + _vllm_bytes(arch, grid.rollout_tp, grid.rollout_ep, dtype, config.rollout.quantization)
+
+    def arriving_bytes(self, config: Config, arch: ArchSpec, grid: ParallelLayout) -> int:
+        """Returns the bytes of the parameters that a weight sync writes on a rank."""
+        return self.weight_bytes(config, arch, grid) - derived_bytes(arch, grid.rollout_tp, item_bytes(config))
 
     def layouts(self, config: Config, arch: ArchSpec, grid: ParallelLayout) -> dict[int, Layout]:
         """Returns rank -> layout of the parameters that a weight sync writes, without FP8 scales."""

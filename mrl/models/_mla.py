@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from mrl.errors import UserError
+from mrl.errors import UserError, shown
 from mrl.models._decoder import ATTENTION
 from mrl.models._rope import RopeRules
 from mrl.models._values import positive_int, value_of
@@ -86,16 +86,23 @@ def with_rotary_head(config: Mapping[str, Any], defaults: Mapping[str, Any]) -> 
     """Returns config.json with the rotated part of a head as `head_dim`, as which transformers 5 writes it.
 
     Raises:
-        UserError: Heads do not have keys of their own, as in these models.
+        UserError: Heads share keys, the rotated part is odd, or `head_dim` is another number.
     """
     heads = positive_int(config, "num_attention_heads", defaults)
     kv_heads = value_of(config, "num_key_value_heads", defaults)
     if kv_heads is not None and kv_heads != heads:
         raise UserError(
-            f"config.json: num_key_value_heads is {kv_heads} and num_attention_heads {heads}; in multi-head latent "
-            "attention the two are equal."
+            f"config.json: num_key_value_heads is {shown(kv_heads)} and num_attention_heads {heads}; in multi-head "
+            "latent attention the two are equal."
         )
     rotary = positive_int(config, "qk_rope_head_dim", defaults)
+    if rotary % 2:
+        raise UserError(f"config.json: qk_rope_head_dim is {rotary}; rotary embeddings need an even one.")
+    if config.get("head_dim") not in (None, rotary):
+        raise UserError(
+            f"config.json: head_dim is {shown(config['head_dim'])}; transformers computes it as qk_rope_head_dim, "
+            f"{rotary}, in this family. Remove it."
+        )
     return {**config, "head_dim": rotary, "num_key_value_heads": heads}
 
 
@@ -117,8 +124,8 @@ def with_latent_attention(arch: ArchSpec, config: Mapping[str, Any], defaults: M
     )
     if config.get("qk_head_dim") not in (None, nope + rope):
         raise UserError(
-            f"config.json: qk_head_dim is {config['qk_head_dim']}; expected qk_nope_head_dim + qk_rope_head_dim, "
-            f"{nope + rope}."
+            f"config.json: qk_head_dim is {shown(config['qk_head_dim'])}; expected qk_nope_head_dim + "
+            f"qk_rope_head_dim, {nope + rope}."
         )
     mla = MlaSpec(None if without_latent else positive_int(config, "q_lora_rank", defaults), latent, nope, rope, value)
     return replace(arch, head_dim=nope + rope, mla=mla, attention_scale=_scale(arch, nope + rope))

@@ -40,6 +40,8 @@ FAMILIES = {
     "gemma3_text": (small("gemma3_text_tiny", head_dim=6), "bfloat16"),
     "gpt_oss, fused": (small("gpt_oss_tiny"), "bfloat16"),
     "glm4_moe": (small("glm4_moe_tiny", **MOE, use_qk_norm=True, head_dim=4), "bfloat16"),
+    "deepseek_v3": (small("deepseek_v3_tiny", num_key_value_heads=8, moe_intermediate_size=16), "bfloat16"),
+    "deepseek_v2": (small("deepseek_v2_tiny", num_key_value_heads=8, moe_intermediate_size=16), "float32"),
 }
 """101 rows of vocabulary, a prime; 8 query heads, 4 layers, 4 experts."""
 

@@ -54,20 +54,14 @@ def why_unusable(device: str) -> str | None:
 
 def asked_for(config: Config, arch: ArchSpec) -> bool:
     """Returns whether the actor uses TransformerEngine's layers if the machine supports them."""
-    return _is_allowed(config) and _missing_layers(arch) is None
-
-
-def _is_allowed(config: Config) -> bool:
-    """Returns whether the settings allow TransformerEngine's layers, for whatever model."""
-    return config.actor.transformer_impl != "local" and config.model.dtype in DTYPES
+    asked = config.actor.transformer_impl != "local" and config.model.dtype in DTYPES
+    return asked and _missing_layers(arch) is None
 
 
 def _missing_layers(arch: ArchSpec) -> str | None:
     """Returns why a model cannot be built of TransformerEngine's layers; None: it can."""
     if arch.post_norms or arch.local_rope_theta is not None:
         return f"mrl has no {arch.family} layers of TransformerEngine's, with norms of outputs and two rotary bases"
-    if arch.mla is not None:
-        return f"mrl has no {arch.family} layers of TransformerEngine's, with multi-head latent attention"
     return None
 
 
@@ -195,11 +189,9 @@ def check(config: Config, arch: ArchSpec, device: str) -> None:
     if why is None or config.actor.transformer_impl == "local":
         return
     advice = "Fix that, or set actor.transformer_impl=local"
-    if _missing_layers(arch) is not None:
-        advice = "Set actor.transformer_impl=local"
     if config.actor.transformer_impl == "te":
         raise UserError(f"actor.transformer_impl=te, but TransformerEngine cannot be used: {why}. {advice}.")
-    if device == "cuda" and arch.moe is not None and _is_allowed(config):
+    if device == "cuda" and arch.moe is not None and asked_for(config, arch):
         raise UserError(
             f"the model has {arch.moe.num_experts} experts per layer, and TransformerEngine, which computes them as "
             f"one grouped GEMM, cannot be used: {why}. {advice}, which computes one expert at a time and is many "

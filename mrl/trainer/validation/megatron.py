@@ -263,6 +263,11 @@ def _fp8_widths_fit(ctx: RuleContext) -> bool:
     arch, grid = ctx.arch, ctx.grid
     queries, keys = arch.num_heads // grid.tp * arch.head_dim, max(1, arch.num_kv_heads // grid.tp) * arch.head_dim
     widths = [arch.hidden_size, queries, queries + 2 * keys]
+    if (mla := arch.mla) is not None:
+        heads = arch.num_heads // grid.tp
+        expanded = heads * (mla.qk_nope_head_dim + mla.v_head_dim)
+        widths = [arch.hidden_size, queries, mla.q_lora_rank or 0, mla.cache_dim, mla.kv_lora_rank]
+        widths += [expanded, heads * mla.v_head_dim]
     if arch.has_dense_layers:
         widths.append(arch.intermediate_size // grid.tp)
     if arch.moe is not None:

@@ -9,7 +9,6 @@ import pytest
 from mrl.config.config import ActorConfig, Config, ModelConfig, ParallelConfig
 from mrl.errors import UserError
 from mrl.models import transformer_engine
-from mrl.models.presets import arch_from_preset
 from mrl.trainer.validation.model import model_rules
 from tests.e2e import runs
 from tests.megatron.actors import ARCHS, MIXTURES
@@ -111,19 +110,6 @@ def test_a_model_of_local_layers_alone_is_named(on_gpu):
     assert not transformer_engine.asked_for(config(), arch)
     with pytest.raises(UserError, match="actor.transformer_impl=te, but .*gemma3_text"):
         transformer_engine.check(config("te"), arch, "cuda")
-
-
-@pytest.mark.parametrize("preset", ["deepseek_v2_tiny", "deepseek_v3_tiny"])
-def test_latent_attention_has_local_layers_alone_which_experts_on_a_gpu_must_ask_for(on_gpu, preset):
-    on_gpu()
-    arch = arch_from_preset(preset, {}, None)
-    assert f"no {arch.family} layers" in transformer_engine.described(config(), arch, "cuda")
-    assert not transformer_engine.asked_for(config(), arch)
-    for impl in ("auto", "te"):
-        with pytest.raises(UserError, match=f"no {arch.family} layers.*latent.*Set actor.transformer_impl=local"):
-            transformer_engine.check(config(impl), arch, "cuda")
-    transformer_engine.check(config("local"), arch, "cuda")
-    transformer_engine.check(config(), arch, "cpu")
 
 
 def test_a_broken_one_is_told_with_its_error_and_experts_are_refused(on_gpu):

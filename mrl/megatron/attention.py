@@ -342,14 +342,14 @@ class PackedAttention(torch.nn.Module):
         Args:
             query: Queries [n, 1, N, D].
             key: Keys [n, 1, K, D].
-            value: Values [n, 1, K, D].
+            value: Values [n, 1, K, Dv]; Dv is D but in latent attention.
             attention_mask: Unsupported, must be None; `packed_seq_params` determines the mask.
             attn_mask_type: Ignored, always causal.
             attention_bias: Unsupported, must be None.
             packed_seq_params: Plan from `pack`.
 
         Returns:
-            [n, 1, N * D].
+            [n, 1, N * Dv].
         """
         if attention_mask is not None or attention_bias is not None or packed_seq_params is None:
             raise ValueError("attention takes packed sequences, and neither a mask nor a bias")
@@ -373,7 +373,7 @@ class CoreAttention(PackedAttention):
             plan = plan.windowed
         if plan.keys is None:
             raise ValueError("attention takes sequences from `pack`")
-        rows, heads, dim = query.size(0), query.size(2), query.size(3)
+        rows, heads, dims = query.size(0), query.size(2), (query.size(3), key.size(3), value.size(3))
         scale = self.scale_of(query)
         queries = _ToSlots.apply(query.reshape(rows, -1), plan.query_slots, plan.row_to_slot)  # type: ignore[no-untyped-call]
         keys, values = (plan.keys.gather(gather_cp(x, plan.group).flatten(1)) for x in (key, value))
@@ -387,12 +387,15 @@ class CoreAttention(PackedAttention):
         ]
         outputs = []
         for group, *of_group in zip(plan.groups, *parts, strict=True):
-            q, k, v = (x.view(group.size, -1, x.size(1) // dim, dim).transpose(1, 2) for x in of_group)
+            q, k, v = (
+                x.view(group.size, -1, x.size(1) // dim, dim).transpose(1, 2)
+                for x, dim in zip(of_group, dims, strict=True)
+            )
             attended = _attend_group(q, k, v, group, scale, self.softmax_offset)
-            outputs.append(attended.transpose(1, 2).reshape(-1, heads * dim))
+            outputs.append(attended.transpose(1, 2).reshape(-1, heads * dims[2]))
         stacked = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
         of_rows: Tensor = _ToRows.apply(stacked, plan.row_to_slot)  # type: ignore[no-untyped-call]
-        return of_rows.view(rows, 1, heads * dim)
+        return of_rows.view(rows, 1, heads * dims[2])
 
 
 class RotatingAttention(CoreAttention):
@@ -416,7 +419,7 @@ def gather_cp(rows: Tensor, group: dist.ProcessGroup | None) -> Tensor:
 def _attend_group(
     query: Tensor, key: Tensor, value: Tensor, group: QueryGroup, scale: float, sinks: Tensor | None
 ) -> Tensor:
-    """Computes attention of queries [B, N, Q, D] to keys and values [B, K, T, D]; sinks [N] or None."""
+    """Computes attention of queries [B, N, Q, D] to keys [B, K, T, D] and values [B, K, T, Dv]; sinks [N] or None."""
     unseen = group.unseen
     if group.at_once:
         if unseen is None:
@@ -435,7 +438,7 @@ def _attend_at_once(
     scores = key @ query.reshape(size, groups, -1, dim).transpose(2, 3)
     seen = torch.add(unseen[:, None, :, None], scores.view(size, groups, keys, -1, length), alpha=scale)
     probs = seen.softmax(2).view(size, groups, keys, -1)
-    attended = (probs.transpose(2, 3) @ value).view(query.shape)
+    attended = (probs.transpose(2, 3) @ value).view(*query.shape[:3], -1)
     if sinks is None:
         return attended
     mass = seen.logsumexp(2).view(size, -1, length, 1)

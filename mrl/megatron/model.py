@@ -31,7 +31,7 @@ from megatron.core.transformer.transformer_block import (
     TransformerBlockSubmodules,
     get_num_layers_to_build,
 )
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from torch import Tensor
 
@@ -47,6 +47,7 @@ from mrl.megatron.context_parallel import ContextTargets
 from mrl.megatron.cpu.fp8_emulation import check_emulation, emulate_fp8
 from mrl.megatron.cpu.layers import CompiledNorm, adds_gradient, compiled_layer, compiles
 from mrl.megatron.distillation_targets import DistillationTargets
+from mrl.megatron.latent_attention import latent_fields, with_latent_attention
 from mrl.megatron.moe import load_balance, moe_config, with_router
 from mrl.megatron.norm import PostNorm, RMSNorm
 from mrl.megatron.on_policy_layers import BatchInvariantHead, Tables, batch_invariant_layer, engine_rotary_tables
@@ -149,6 +150,9 @@ class ScoringModel(GPTModel):  # type: ignore[misc]  # megatron.core has no type
         everywhere, windowed = rotary_kinds(self.arch)
         inv_freq, self._attention_factor = rotary_frequencies(everywhere)
         self._local_frequencies = None if windowed is everywhere else rotary_frequencies(windowed)[0]
+        self._latent_frequencies = None if self.arch.mla is None else inv_freq
+        if self.arch.mla is not None:
+            return  # Megatron's model has no angles, only its layers
         self.rotary_pos_emb.inv_freq = inv_freq.to(self.rotary_pos_emb.inv_freq.device)
         self.rotary_pos_emb.cp_group = None  # angles are indexed by position, so they must not be split over ranks
 
@@ -184,6 +188,11 @@ class ScoringModel(GPTModel):  # type: ignore[misc]  # megatron.core has no type
             # the embedding is frozen: recomputed layers have a backward only if their input needs a gradient
             prepared[0].requires_grad_()
         packed = kwargs.get("packed_seq_params")
+        if isinstance(packed, PackedSequences) and self._latent_frequencies is not None:
+            positions = kwargs["position_ids"].view(-1)
+            halves = torch.outer(positions.float(), self._latent_frequencies.to(positions.device))
+            packed.angles = self._cos_and_sin(halves, self._attention_factor)
+            return prepared
         if isinstance(packed, PackedSequences) and packed.qkv_format == "sbhd" and not self._is_exact:
             # one row of angles per packed token; Megatron would slice them per sequence in every layer
             hidden, angles, *rest = prepared
@@ -307,8 +316,8 @@ def build_chunks(
         check_alike(dtype)
         tables = engine_rotary_tables(arch, exact_positions, dtype)
     compiled = False
-    # the compiled attention has no sinks, and the compiled MLP no clamped activation
-    if not (te or exact_positions or arch.attention_sinks) and device is not None and device.type == "cpu":
+    # the compiled attention has no sinks and no values of another size, and the compiled MLP no clamped activation
+    if not (te or exact_positions or arch.attention_sinks or arch.mla) and device is not None and device.type == "cpu":
         compiled = compiles(dtype)
     options: dict[str, Any] = {"balance": balance, "tables": tables, "compiled": compiled}
     with explain_errors("transformer", given):
@@ -345,9 +354,13 @@ def transformer_config(
     """
     fields = _own_fields(arch, parallel, actor, dtype=dtype, te=te)
     factor, kind = attention_factor(arch), TransformerConfig
-    fields |= transformer_defaults(given or {}, te=te, moe=arch.moe is not None, scales_rope=factor != 1.0)
+    fields |= transformer_defaults(
+        given or {}, te=te, moe=arch.moe is not None, scales_rope=factor != 1.0 or arch.mla is not None
+    )
     fields |= megatron_values("transformer", given or {})
-    if factor != 1.0:
+    if arch.mla is not None:
+        kind = MLATransformerConfig
+    elif factor != 1.0:
         kind = ScaledRotaryConfig
         fields["yarn_mscale"] = 10 * (factor - 1)  # Megatron's factor is 0.1 * mscale * log(scaling factor) + 1
     with explain_errors("transformer", given or ()):
@@ -374,11 +387,11 @@ def _own_fields(
         kv_channels=arch.head_dim,
         normalization="RMSNorm",
         layernorm_epsilon=arch.rms_norm_eps,
-        qk_layernorm=arch.qk_norm,
+        qk_layernorm=arch.qk_norm or arch.mla is not None,
         add_qkv_bias=arch.qkv_bias,
         add_bias_linear=arch.output_bias,
         gated_linear_unit=True,
-        softmax_scale=arch.attention_scale,
+        softmax_scale=arch.attention_scale if arch.mla is None else None,
         layernorm_zero_centered_gamma=arch.zero_centered_norms,
         hidden_dropout=0.0,
         attention_dropout=0.0,
@@ -404,6 +417,7 @@ def _own_fields(
         # otherwise the schedule divides the loss, in place, by the number of microbatches
         calculate_per_token_loss=True,
         **_window(arch),
+        **latent_fields(arch),
         **_activation(arch),
         **({"softmax_type": "learnable"} if arch.attention_sinks else {}),
         **recompute,
@@ -504,9 +518,13 @@ def _te_layer(
     config: TransformerConfig, arch: ArchSpec, moe: MoeSpec | None, balance: LoadBalance | None, **unused: Any
 ) -> ModuleSpec:
     """Returns the spec of a layer of TransformerEngine's."""
-    layer = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm, **_experts(config, moe))
+    layer = get_gpt_layer_with_transformer_engine_spec(
+        qk_layernorm=config.qk_layernorm, multi_latent_attention=arch.mla is not None, **_experts(config, moe)
+    )
     attention = layer.submodules.self_attention.submodules
     attention.core_attention = with_shared_tokens(attention.core_attention)
+    if arch.mla is not None:
+        layer = with_latent_attention(layer, arch.mla)
     return _accumulating(with_router(layer, moe, balance), config)
 
 
@@ -521,7 +539,10 @@ def _local_layer(
 ) -> ModuleSpec:
     """Returns the spec of a local layer of Megatron's; arguments as for `_block_spec`."""
     layer: ModuleSpec = get_gpt_layer_local_spec(
-        qk_layernorm=config.qk_layernorm, normalization="RMSNorm", **_experts(config, moe)
+        qk_layernorm=config.qk_layernorm,
+        normalization="RMSNorm",
+        multi_latent_attention=arch.mla is not None,
+        **_experts(config, moe),
     )
     layer = with_router(layer, moe, balance)
     if arch.post_norms:
@@ -536,6 +557,8 @@ def _local_layer(
     parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm
     attention = parts.self_attention.submodules
     attention.core_attention = CoreAttention if arch.local_rope_theta is None else RotatingAttention
+    if arch.mla is not None:
+        return with_latent_attention(layer, arch.mla, norm=RMSNorm)
     if config.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
     return layer

@@ -112,7 +112,8 @@ def _attention(config: Config, arch: ArchSpec, *, shared: bool) -> Attention | N
     wanted = config.megatron.transformer.get("attention_backend") or "auto"
     parallel = config.parallel
     tp = parallel.tensor_model_parallel_size
-    shape = arch.num_heads // tp, max(1, arch.num_kv_heads // tp), arch.head_dim
+    value_dim = arch.head_dim if arch.mla is None else arch.mla.v_head_dim
+    shape = arch.num_heads // tp, max(1, arch.num_kv_heads // tp), arch.head_dim, value_dim
     # its exchange of keys has no sliding window, so such a model gathers them as for shared prefixes
     shared |= parallel.context_parallel_size > 1 and arch.sliding_window is not None
     ring = 1 if shared else parallel.context_parallel_size
@@ -126,12 +127,18 @@ def _attention(config: Config, arch: ArchSpec, *, shared: bool) -> Attention | N
 
 @cache
 def _attentions(
-    shape: tuple[int, int, int], window: int | None, longest: int, dtype: str, ring: int, exchange: str, shared: bool
+    shape: tuple[int, int, int, int],
+    window: int | None,
+    longest: int,
+    dtype: str,
+    ring: int,
+    exchange: str,
+    shared: bool,
 ) -> list[Attention]:
     """Returns the supported backends, TransformerEngine's own choice first.
 
     Args:
-        shape: (query heads, KV heads, head_dim) of one tensor-parallel rank.
+        shape: (query heads, KV heads, head_dim, size of a head's value) of one tensor-parallel rank.
         window: Sliding window of a layer; None: it has none.
         longest: Longest sequence, tokens.
         dtype: Dtype of queries, keys and values.
@@ -142,7 +149,7 @@ def _attentions(
     import torch
 
     choice = importlib.import_module(f"{NAME}.pytorch.attention.dot_product_attention.utils")
-    heads, groups, head_dim = shape
+    heads, groups, head_dim, value_dim = shape
     longest = -(-longest // LENGTH_UNIT) * LENGTH_UNIT
     longest_kv = longest + (LENGTH_UNIT if shared else 0)
     newer = {
@@ -163,7 +170,7 @@ def _attentions(
         max_seqlen_q=longest,
         max_seqlen_kv=longest_kv,
         head_dim_qk=head_dim,
-        head_dim_v=head_dim,
+        head_dim_v=value_dim,
         attn_mask_type="padding_causal_bottom_right" if shared else "padding_causal",
         window_size=(-1 if window is None else window - 1, 0),
         context_parallel=ring > 1,

@@ -55,6 +55,8 @@ MIXTURES = {
     "qwen2_moe": arch_from_preset("qwen2_moe_tiny", {}, VOCAB),
     "mixtral": arch_from_preset("mixtral_tiny", {}, VOCAB),
     "gpt_oss": arch_from_preset("gpt_oss_tiny", {}, VOCAB),
+    "deepseek_v3": arch_from_preset("deepseek_v3_tiny", {}, VOCAB),
+    "deepseek_v2": arch_from_preset("deepseek_v2_tiny", {}, VOCAB),
     "glm4_moe": arch_from_preset("glm4_moe_tiny", {"use_qk_norm": True, "n_group": 2, "topk_group": 2}, VOCAB),
 }
 SHALLOW_MIXTURE = replace(MIXTURES["qwen2_moe"], num_layers=2)

@@ -12,6 +12,7 @@ from tests.megatron.actors import (
     BIASED_MIXTURE,
     EXPERT_LAYOUTS,
     HALF_DENSE_MIXTURE,
+    MIXTURES,
     SHALLOW_MIXTURE,
     SINKS_MIXTURE,
     adam_steps,
@@ -64,7 +65,9 @@ def test_sinks_and_biases_of_experts_go_on_where_they_lie_otherwise(source, targ
 @pytest.mark.slow
 @pytest.mark.parametrize(("source", "targets"), CASES, ids=[source for source, _ in CASES])
 @pytest.mark.parametrize(
-    "arch", [SHALLOW_MIXTURE, BIASED_MIXTURE, HALF_DENSE_MIXTURE], ids=["every layer", "but the first", "half"]
+    "arch",
+    [SHALLOW_MIXTURE, BIASED_MIXTURE, HALF_DENSE_MIXTURE, MIXTURES["deepseek_v3"]],
+    ids=["every layer", "but the first", "half", "latent"],
 )
 def test_training_goes_on_where_the_experts_lie_otherwise(arch, source, targets, tmp_path):
     folder = tmp_path / "actor"

@@ -59,6 +59,41 @@ STRUCTURES = {
     ),
     "unscaled_router": ("glm4_moe", {**EXPERTS, "n_routed_experts": 4, "norm_topk_prob": False}),
 }
+LATENT = {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 24,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 10,
+    "first_k_dense_replace": 1,
+    "n_shared_experts": 2,
+    "rms_norm_eps": 1e-4,
+    "head_dim": 8,
+}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 16,
+    "mscale": 0.8,
+    "mscale_all_dim": 0.6,
+}
+STRUCTURES["latent"] = (
+    "deepseek_v3",
+    {
+        **EXPERTS,
+        **LATENT,
+        "q_lora_rank": 20,
+        "n_routed_experts": 8,
+        "n_group": 4,
+        "topk_group": 2,
+        "rope_parameters": YARN,
+    },
+)
+STRUCTURES["latent_keys"] = (
+    "deepseek_v2",
+    {**EXPERTS, **LATENT, "q_lora_rank": None, "n_routed_experts": 4, "routed_scaling_factor": 1.5},
+)
 VARIANTS = {**variants(head_dim=16, original=16), **STRUCTURES}
 LAYOUTS = {
     "single": (ParallelLayout(1), {}),
@@ -133,6 +168,7 @@ CASES += [(name, layout) for name in SCALED for layout in ("tp2_pp2", "cp2", "ex
 CASES += [(name, layout) for name in ("windows", "some_windows") for layout in ("tp2_pp2", "cp2", "exact_tp2")]
 CASES += [("windows_of_experts", "tp2_ep2"), ("dense_layers", "ep2_pp2"), ("biased_router", "ep2_pp2")]
 CASES += [("biased_router", "tp2_ep2"), ("biased_router", "cp2")]
+CASES += [(name, layout) for name in ("latent", "latent_keys") for layout in ("tp2_pp2", "cp2", "ep2_pp2", "tp2_ep2")]
 
 
 @pytest.mark.parametrize(("name", "layout"), CASES)

@@ -374,6 +374,12 @@ def _fix_moe_utils_cpu(module: Any) -> None:
     )
 
 
+def _fix_latent_attention(module: Any) -> None:
+    # HAVE_TE is true if placeholders of TransformerEngine's classes can be imported; isinstance() rejects these
+    if not isinstance(module.TELinear, type):
+        module.HAVE_TE = False
+
+
 def _fix_random(module: Any) -> None:
     # `fp8 is not None` with default False: NameError without TransformerEngine when norms are recomputed
     if not module.HAVE_TE:
@@ -476,6 +482,7 @@ _ANY_DEVICE_FIXES: dict[str, Callable[[ModuleType], None]] = {
     "megatron.core.tensor_parallel.mappings": _fix_mappings,
     "megatron.core.tensor_parallel.random": _fix_random,
     "megatron.core.transformer.moe.moe_utils": _fix_moe_utils,
+    "megatron.core.transformer.multi_latent_attention": _fix_latent_attention,
     "megatron.core.dist_checkpointing.strategies.filesystem_async": _fix_filesystem,
     "megatron.core.dist_checkpointing.serialization": _fix_serialization,
 }

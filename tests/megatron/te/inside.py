@@ -40,6 +40,8 @@ CASES = {
     "pp2": (ARCHS["llama"], ParallelLayout(2, pp=2), {}),
     "cp2": (ARCHS["qwen3"], ParallelLayout(2, cp=2), {}),
     "ep2": (MIXTURES["qwen3_moe"], ParallelLayout(2, ep=2), {}),
+    "latent_tp2_ep2": (MIXTURES["deepseek_v3"], ParallelLayout(2, tp=2, ep=2, etp=1), {}),
+    "latent_cp2": (MIXTURES["deepseek_v2"], ParallelLayout(2, cp=2), {}),
     "etp2_shared_expert": (SHALLOW_MIXTURE, ParallelLayout(2, tp=2), {}),
 }
 

@@ -300,8 +300,8 @@ OVERLAPPED: Needs = (
 )
 PIPELINED: Needs = (lambda ctx: ctx.grid.pp > 1, _none("a pipeline (parallel.pipeline_model_parallel_size)"))
 PRECISE: Needs = (_set("use_precision_aware_optimizer"), _none("use_precision_aware_optimizer: true"))
-RECOMPUTED = {"core_attn", "layernorm", "mla_up_proj", "mlp", "moe", "moe_act", "shared_experts"}
-"""Values that Megatron accepts in recompute_modules."""
+RECOMPUTED = {"core_attn", "layernorm", "mlp", "moe", "moe_act", "shared_experts"}
+"""Values that recompute_modules takes; of Megatron's, mla_up_proj is not among them, as latent attention is mrl's."""
 FLEX: Needs = (
     lambda ctx: ctx.config.actor.moe_token_dispatcher_type == "flex",
     _none("actor.moe_token_dispatcher_type=flex"),

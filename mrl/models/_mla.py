@@ -6,13 +6,13 @@ key. Queries may come from a latent vector, too.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
 from mrl.errors import UserError, shown
 from mrl.models._decoder import ATTENTION
+from mrl.models._positions import score_scale
 from mrl.models._rope import RopeRules
 from mrl.models._values import positive_int, value_of
 from mrl.models.base import ArchSpec, MlaSpec, ParamSpec, PipelineStage, ShardKind
@@ -128,15 +128,7 @@ def with_latent_attention(arch: ArchSpec, config: Mapping[str, Any], defaults: M
             f"qk_rope_head_dim, {nope + rope}."
         )
     mla = MlaSpec(None if without_latent else positive_int(config, "q_lora_rank", defaults), latent, nope, rope, value)
-    return replace(arch, head_dim=nope + rope, mla=mla, attention_scale=_scale(arch, nope + rope))
-
-
-def _scale(arch: ArchSpec, head_dim: int) -> float | None:
-    """Returns the factor of attention's scores: with yarn's `mscale_all_dim` not the root of the head's size alone."""
-    scaling = arch.rope_scaling
-    if scaling is None or not scaling.mscale_all_dim or scaling.factor is None or scaling.factor <= 1:
-        return None
-    return float(head_dim**-0.5 * (0.1 * scaling.mscale_all_dim * math.log(scaling.factor) + 1.0) ** 2)
+    return replace(arch, head_dim=nope + rope, mla=mla, attention_scale=score_scale(arch.rope_scaling, nope + rope))
 
 
 def mla_keys(mla: MlaSpec) -> dict[str, Any]:

@@ -153,8 +153,13 @@ def longest(config: Config) -> int:
 
 
 def token_elements(arch: ArchSpec, tp: int, *, layers: int | None = None) -> int:
-    """Returns the number of elements of a token's keys and values on an engine's rank."""
+    """Returns the number of elements of a token's keys and values on an engine's rank.
+
+    With latent attention each rank has the latent vector and the rotated key, of which the values are products.
+    """
     counted = arch.num_layers if layers is None else layers
+    if arch.mla is not None:
+        return counted * arch.mla.cache_dim
     return 2 * counted * max(1, arch.num_kv_heads // tp) * arch.head_dim
 
 

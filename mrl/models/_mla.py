@@ -6,13 +6,13 @@ key. Queries may come from a latent vector, too.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from mrl.errors import UserError
+from mrl.errors import UserError, shown
 from mrl.models._decoder import ATTENTION
+from mrl.models._positions import score_scale
 from mrl.models._rope import RopeRules
 from mrl.models._values import positive_int, value_of
 from mrl.models.base import ArchSpec, MlaSpec, ParamSpec, PipelineStage, ShardKind
@@ -86,20 +86,22 @@ def with_rotary_head(config: Mapping[str, Any], defaults: Mapping[str, Any]) -> 
     """Returns config.json with the rotated part of a head as `head_dim`, as which transformers 5 writes it.
 
     Raises:
-        UserError: Heads do not have keys of their own, or `head_dim` is another number.
+        UserError: Heads share keys, the rotated part is odd, or `head_dim` is another number.
     """
     heads = positive_int(config, "num_attention_heads", defaults)
     kv_heads = value_of(config, "num_key_value_heads", defaults)
     if kv_heads is not None and kv_heads != heads:
         raise UserError(
-            f"config.json: num_key_value_heads is {kv_heads} and num_attention_heads {heads}; in multi-head latent "
-            "attention the two are equal."
+            f"config.json: num_key_value_heads is {shown(kv_heads)} and num_attention_heads {heads}; in multi-head "
+            "latent attention the two are equal."
         )
     rotary = positive_int(config, "qk_rope_head_dim", defaults)
+    if rotary % 2:
+        raise UserError(f"config.json: qk_rope_head_dim is {rotary}; rotary embeddings need an even one.")
     if config.get("head_dim") not in (None, rotary):
         raise UserError(
-            f"config.json: head_dim is {config['head_dim']}; in multi-head latent attention it is qk_rope_head_dim, "
-            f"{rotary}. Remove it."
+            f"config.json: head_dim is {shown(config['head_dim'])}; transformers computes it as qk_rope_head_dim, "
+            f"{rotary}, in this family. Remove it."
         )
     return {**config, "head_dim": rotary, "num_key_value_heads": heads}
 
@@ -122,19 +124,11 @@ def with_latent_attention(arch: ArchSpec, config: Mapping[str, Any], defaults: M
     )
     if config.get("qk_head_dim") not in (None, nope + rope):
         raise UserError(
-            f"config.json: qk_head_dim is {config['qk_head_dim']}; expected qk_nope_head_dim + qk_rope_head_dim, "
-            f"{nope + rope}."
+            f"config.json: qk_head_dim is {shown(config['qk_head_dim'])}; expected qk_nope_head_dim + "
+            f"qk_rope_head_dim, {nope + rope}."
         )
     mla = MlaSpec(None if without_latent else positive_int(config, "q_lora_rank", defaults), latent, nope, rope, value)
-    return replace(arch, head_dim=nope + rope, mla=mla, attention_scale=_scale(arch, nope + rope))
-
-
-def _scale(arch: ArchSpec, head_dim: int) -> float | None:
-    """Returns the factor of attention's scores: with yarn's `mscale_all_dim` not the root of the head's size alone."""
-    scaling = arch.rope_scaling
-    if scaling is None or not scaling.mscale_all_dim or scaling.factor is None or scaling.factor <= 1:
-        return None
-    return float(head_dim**-0.5 * (0.1 * scaling.mscale_all_dim * math.log(scaling.factor) + 1.0) ** 2)
+    return replace(arch, head_dim=nope + rope, mla=mla, attention_scale=score_scale(arch.rope_scaling, nope + rope))
 
 
 def mla_keys(mla: MlaSpec) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from mrl.models._rope import write_rope
-from mrl.models.base import ArchSpec, RopeScaling
+from mrl.models.base import ArchSpec, MlaSpec, RopeScaling
 
 _EXTENDED = ("gemma3_text",)
 """Families with linear scaling whose `max_position_embeddings` is the extended length."""
@@ -129,8 +129,26 @@ def chosen_factor(scaling: RopeScaling) -> tuple[float, ...]:
     return scaling.long_factor if scaling.uses_long_factor else scaling.short_factor
 
 
+def score_scale(scaling: RopeScaling | None, head_dim: int) -> float | None:
+    """Returns `ArchSpec.attention_scale` of latent attention, which yarn's `mscale_all_dim` changes; None: it does not.
+
+    Args:
+        scaling: Rotary scaling of the model.
+        head_dim: Dimensions of a head's query.
+    """
+    if scaling is None or not scaling.mscale_all_dim or scaling.factor is None or scaling.factor <= 1:
+        return None
+    return float(head_dim**-0.5 * (0.1 * scaling.mscale_all_dim * math.log(scaling.factor) + 1.0) ** 2)
+
+
 def resized(arch: ArchSpec, head_dim: int) -> ArchSpec:
-    """Returns the model with heads of `head_dim` dimensions and rotary settings that fit them."""
+    """Returns the model with heads of `head_dim` dimensions and rotary settings that fit them.
+
+    In latent attention these are the dimensions of keys; the other sizes keep their order.
+    """
+    if arch.mla is not None:
+        scale = score_scale(arch.rope_scaling, head_dim)
+        return replace(arch, head_dim=head_dim, mla=_resized_mla(arch.mla, head_dim), attention_scale=scale)
     rotary = max(2, int(head_dim * arch.partial_rotary_factor) // 2 * 2)
     partial = 1.0 if arch.partial_rotary_factor == 1.0 else rotary / head_dim
     scaling, half = arch.rope_scaling, rotary // 2
@@ -141,3 +159,17 @@ def resized(arch: ArchSpec, head_dim: int) -> ArchSpec:
         )
         scaling = replace(scaling, short_factor=short, long_factor=long)
     return replace(arch, head_dim=head_dim, partial_rotary_factor=partial, rope_scaling=scaling)
+
+
+def _resized_mla(mla: MlaSpec, head_dim: int) -> MlaSpec:
+    """Returns smaller sizes of latent attention for keys of `head_dim` dimensions."""
+    rotary = max(2, head_dim * mla.qk_rope_head_dim // mla.qk_head_dim // 2 * 2)
+    fixed = head_dim - rotary
+    return replace(
+        mla,
+        q_lora_rank=None if mla.q_lora_rank is None else 3 * fixed,
+        kv_lora_rank=2 * fixed,
+        qk_nope_head_dim=fixed,
+        qk_rope_head_dim=rotary,
+        v_head_dim=fixed if mla.v_head_dim == mla.qk_nope_head_dim else max(2, fixed - 2),
+    )

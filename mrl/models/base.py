@@ -215,6 +215,11 @@ class ArchSpec:
         return len(self.moe_layers) < self.num_layers
 
     @property
+    def value_dim(self) -> int:
+        """Number of dimensions of a head's value."""
+        return self.head_dim if self.mla is None else self.mla.v_head_dim
+
+    @property
     def rotary_dim(self) -> int:
         """Number of dimensions of each head that are rotated: the first ones, with `mla` the last."""
         if self.mla is not None:

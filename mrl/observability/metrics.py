@@ -251,8 +251,8 @@ def forward_flops(arch: ArchSpec, seq_lens: Sequence[int]) -> float:
     A multiply-add counts 2. Per token: 2 x the weights it is multiplied with (q, k, v and output projections, gate, up
     and down projections, and the output layer; the embedding is a look-up). With MoE these are the weights of the
     router, of the selected experts, and of the shared expert with its gate. Per sequence of T tokens and layer: causal
-    attention has T (T + 1) / 2 pairs, fewer with a sliding window, each 2 x 2 x heads x head_dim (scores and values).
-    Norms, softmax and activations are not counted.
+    attention has T (T + 1) / 2 pairs, fewer with a sliding window, each 2 x heads x (size of a key + size of a value).
+    Latent attention is counted with expanded keys and values. Norms, softmax and activations are not counted.
 
     Source: Narayanan et al. 2021 (arXiv 2104.04473, appendix), with only the causal half counted and a gated MLP.
     """
@@ -275,9 +275,7 @@ def training_flops(arch: ArchSpec, seq_lens: Sequence[int], *, frozen: bool) -> 
 
 def _weight_flops(arch: ArchSpec, seq_lens: Sequence[int]) -> float:
     """Returns the FLOPs of a forward's products with weights."""
-    heads_dim = arch.num_heads * arch.head_dim
-    kv_dim = arch.num_kv_heads * arch.head_dim
-    attention = arch.hidden_size * (2 * heads_dim + 2 * kv_dim)
+    attention = attention_weights(arch)
     moe, with_experts = arch.moe, len(arch.moe_layers)
     mlps = (arch.num_layers - with_experts) * 3 * arch.hidden_size * arch.intermediate_size
     if moe is not None:
@@ -289,13 +287,25 @@ def _weight_flops(arch: ArchSpec, seq_lens: Sequence[int]) -> float:
     return 2.0 * sum(seq_lens) * weights
 
 
+def attention_weights(arch: ArchSpec) -> int:
+    """Returns the number of weights of one layer's attention: those of its projections, without biases and norms."""
+    mla, hidden = arch.mla, arch.hidden_size
+    queries = arch.num_heads * arch.head_dim
+    if mla is None:
+        return hidden * (2 * queries + 2 * arch.num_kv_heads * arch.head_dim)
+    by_queries = hidden * queries if mla.q_lora_rank is None else mla.q_lora_rank * (hidden + queries)
+    expanded = arch.num_heads * (mla.qk_nope_head_dim + mla.v_head_dim)
+    outputs = arch.num_heads * mla.v_head_dim * hidden
+    return by_queries + hidden * mla.cache_dim + mla.kv_lora_rank * expanded + outputs
+
+
 def _attention_flops(arch: ArchSpec, seq_lens: Sequence[int]) -> float:
     """Returns the FLOPs of a forward's scores and values."""
     windowed = len(arch.windowed_layers)
     pairs = (arch.num_layers - windowed) * _num_pairs(seq_lens, None) + windowed * _num_pairs(
         seq_lens, arch.sliding_window
     )
-    return 4.0 * arch.num_heads * arch.head_dim * pairs
+    return 2.0 * arch.num_heads * (arch.head_dim + arch.value_dim) * pairs
 
 
 def _num_pairs(seq_lens: Sequence[int], window: int | None) -> int:

@@ -72,6 +72,15 @@ _SIZES: dict[str, Any] = {
     **_ROPE,
 }
 _EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 24, "num_experts": 4, "norm_topk_prob": True}
+_LATENT = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 20,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 10,
+    "attention_bias": False,
+}
 _WINDOW = {"use_sliding_window": False, "sliding_window": 8, "max_window_layers": 1}
 BASES: dict[str, dict[str, Any]] = {
     "llama": {**_SIZES, "attention_bias": False, "mlp_bias": False},
@@ -112,6 +121,36 @@ BASES: dict[str, dict[str, Any]] = {
         "num_experts_per_tok": 2,
         "sliding_window": 8,
         "layer_types": ["sliding_attention", "full_attention"],
+    },
+    "deepseek_v2": {
+        **_SIZES,
+        **_LATENT,
+        "q_lora_rank": None,
+        "mlp_bias": False,
+        "n_routed_experts": 4,
+        "n_shared_experts": 2,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+        "n_group": 1,
+        "topk_group": 1,
+        "topk_method": "greedy",
+        "routed_scaling_factor": 1.5,
+        "first_k_dense_replace": 1,
+        "norm_topk_prob": False,
+    },
+    "deepseek_v3": {
+        **_SIZES,
+        **_LATENT,
+        "rope_interleave": True,
+        "n_routed_experts": 8,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+        "n_group": 2,
+        "topk_group": 1,
+        "routed_scaling_factor": 1.5,
+        "first_k_dense_replace": 1,
+        "norm_topk_prob": True,
     },
     "mistral": {**_SIZES, "sliding_window": None},
     "mixtral": {**_SIZES, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None},

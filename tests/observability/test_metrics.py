@@ -5,9 +5,12 @@ from dataclasses import replace
 
 import pytest
 import torch
+import transformers
 from torch.utils.flop_counter import FlopCounterMode
 
 from mrl.models.base import ArchSpec, MoeSpec
+from mrl.models.hf_config import family_of
+from mrl.models.presets import arch_from_preset
 from mrl.observability import metrics
 from mrl.types import Prompt, Rollout, SampleTable
 
@@ -146,6 +149,20 @@ def test_of_a_mixture_only_the_experts_that_a_token_goes_to_count():
     dense = replace(ARCH, intermediate_size=2 * 5 + 7)
     router_and_gate = 2 * 4 * ARCH.num_layers * ARCH.hidden_size * (8 + 1)
     assert metrics.forward_flops(replace(ARCH, moe=moe), [4]) == counted_flops(4, dense) + router_and_gate
+
+
+@pytest.mark.parametrize("preset", ["deepseek_v3_tiny", "deepseek_v2_tiny"])
+def test_flops_of_latent_attention_are_what_torch_counts_in_transformers(preset):
+    arch, length = arch_from_preset(preset, {}, None), 9
+    config = transformers.AutoConfig.for_model(**family_of(arch).arch_to_hf(arch))
+    model = transformers.AutoModelForCausalLM.from_config(
+        config, attn_implementation="eager", experts_implementation="eager"
+    )
+    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        model(torch.arange(length)[None])
+    hidden_pairs = arch.num_layers * arch.num_heads * length * (length - 1) // 2  # above the diagonal
+    theirs = counter.get_total_flops() - 2 * hidden_pairs * (arch.mla.qk_head_dim + arch.mla.v_head_dim)
+    assert metrics.forward_flops(arch, [length]) == theirs
 
 
 def test_mfu_is_three_forwards_over_the_peak_and_unknown_devices_have_none():

@@ -15,7 +15,7 @@ from mrl.algorithms.functional.sampling import truncates
 from mrl.commands.plan.recompute import recompute_of
 from mrl.config.config import Config, LearnsFrom
 from mrl.config.megatron_fields.fp8 import row_unit
-from mrl.models.base import ArchSpec
+from mrl.models.base import ArchSpec, MlaSpec
 from mrl.parallel_layout import ParallelLayout
 from mrl.resharding.megatron import chunk_layers, padded_vocab
 
@@ -105,6 +105,7 @@ class ActorShape:
         grid: Layout.
         te: Layers are TransformerEngine's.
         compiled: Operations between matrix products are compiled (`megatron/cpu/layers.py`).
+        on_host: The device is a CPU.
         learns_from: Data that the algorithm learns from.
     """
 
@@ -116,10 +117,11 @@ class ActorShape:
         *,
         te: bool,
         compiled: bool = False,
+        on_host: bool = False,
         learns_from: LearnsFrom = "samples",
     ) -> None:
         self._config, self._arch, self._grid, self._te = config, arch, grid, te
-        self._compiled = compiled and not te
+        self._compiled = compiled and not te and arch.mla is None
         self._recompute = recompute_of(config)
         self._itemsize = 2 if config.model.dtype == "bfloat16" else FP32
         self._lora_rank = config.actor.lora.rank  # above 0: the model's weights have no gradients
@@ -135,6 +137,14 @@ class ActorShape:
             responses = self.microbatch.scored // config.rollout.response_length // grid.cp
             self._masks = responses * response * (config.rollout.prompt_length + response) * self._itemsize
             self._masks -= self._masks // self.microbatch.together
+        self._scores = (
+            0  # per head, which torch's attention for a CPU keeps, in fp32, if values have another size than keys
+        )
+        if on_host and not te and arch.value_dim != arch.head_dim:
+            sequences = self.microbatch.scored // config.rollout.response_length // grid.cp
+            complete = sequences if repeats else sequences // self.microbatch.together
+            tokens = config.rollout.prompt_length + response
+            self._scores = (complete * tokens + (sequences - complete) * response) * tokens
         # with context parallelism the keys of a rank's segments start before its own tokens
         if grid.cp > 1 and self.microbatch.together > 1:
             self._keys = min(self.microbatch.slots, self._slots + 2 * config.rollout.max_sequence_length)
@@ -171,6 +181,8 @@ class ActorShape:
         if self._compiled:  # ids, positions, index of each token of each sequence; cosine and sine
             saved = kept + INT64 * (2 * self._tokens + self.microbatch.slots)
             saved += angles * self._itemsize
+        elif arch.mla is not None:
+            saved += angles * self._itemsize  # cosine and sine, of which each layer has copies
         elif self._recompute.method is not None:
             saved += angles * FP32  # rotary angles; else each layer's cosine and sine
         weight = 0 if self._lora_rank else self._vocab * arch.hidden_size * self._itemsize
@@ -220,6 +232,8 @@ class ActorShape:
             mlp = 0 if self._recomputes_mlp() else self._mlp_or_experts()
             return norms - scales + self._compiled_attention() + mlp
         heads, kv_heads = self._heads()
+        if arch.mla is not None:
+            return norms + self._latent_attention(arch.mla) + (0 if self._recomputes_mlp() else self._mlp_or_experts())
         queries = heads * arch.head_dim
         fused = tokens * (queries + 2 * kv_heads * arch.head_dim) * size
         turns = 4  # cosine and sine, for queries and for keys
@@ -236,6 +250,25 @@ class ActorShape:
         if not self._te:
             attention += tokens * queries * size  # attention's output, gathered from the slots
         return norms + attention + (0 if self._recomputes_mlp() else self._mlp_or_experts())
+
+    def _latent_attention(self, mla: MlaSpec) -> int:
+        """Returns the latent vectors and their norms, cosine and sine, and what attention with expanded keys saves."""
+        arch, size, own, tokens = self._arch, self._itemsize, self._own_tokens, self._tokens
+        heads, _ = self._heads()
+        modules = self._recompute.modules
+        normed = 0 if "layernorm" in modules else 1
+        latent = mla.cache_dim + normed * mla.kv_lora_rank
+        norms = 1
+        if mla.q_lora_rank is not None:
+            latent, norms = latent + (1 + normed) * mla.q_lora_rank, 2
+        attention = own * (latent * size + norms * FP32) + 2 * tokens * arch.rotary_dim * size
+        if "core_attn" in modules:
+            attention += tokens * heads * (2 * arch.head_dim + arch.value_dim) * size
+        else:
+            attention += self._core_attention()
+        if not self._te:
+            attention += tokens * heads * arch.value_dim * size  # attention's output, gathered from the slots
+        return attention
 
     def _compiled_attention(self) -> int:
         """Returns the QKV projection's output, normed queries and keys (if normed), and what attention saves."""
@@ -269,13 +302,17 @@ class ActorShape:
         return self._arch.num_heads // self._grid.tp, max(1, self._arch.num_kv_heads // self._grid.tp)
 
     def _core_attention(self) -> int:
-        """Returns queries, output, log-sum-exp per row, keys and values."""
+        """Returns queries, keys and values, and output and log-sum-exp per row, or the scores where they are kept."""
         heads, _ = self._heads()
-        per_query = 2 * heads * self._arch.head_dim * self._itemsize + heads * FP32
+        if self._scores:
+            kept = self._queries * self._arch.head_dim + self._scores
+            return heads * kept * FP32 + self._copied_keys()
+        per_query = heads * (self._arch.head_dim + self._arch.value_dim) * self._itemsize + heads * FP32
         return self._queries * per_query + self._copied_keys()
 
     def _copied_keys(self) -> int:
-        return self._keys * 2 * self._heads()[1] * self._arch.head_dim * self._itemsize
+        size = FP32 if self._scores else self._itemsize
+        return self._keys * self._heads()[1] * (self._arch.head_dim + self._arch.value_dim) * size
 
     def _mlp(self, width: int) -> int:
         """Returns gate, up and their product; if not compiled also the activated gate and a copy of up."""

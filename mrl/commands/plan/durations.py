@@ -306,7 +306,8 @@ def _decode_pass(
     weights = engine.weight_bytes(dequantized, arch, grid) - _unread_bytes(arch, grid, rows, size)
     mean_len = rollout.prompt_length + rollout.response_length / 2
     cache = rows * mean_len * token_elements(arch, grid.rollout_tp) * engine.cache_item_bytes(config)
-    flops = rows * (forward_flops(arch, [1]) + 4 * arch.num_layers * arch.num_heads * arch.head_dim * mean_len)
+    by_cached_token = 2 * arch.num_layers * arch.num_heads * _cached_dims(arch)
+    flops = rows * (forward_flops(arch, [1]) + by_cached_token * mean_len)
     per_node, tp = hardware.gpus_per_node, grid.rollout_tp
     inside = all(first // per_node == (first + tp - 1) // per_node for first in grid.samplers[::tp])
     link = hardware.intra_node_bytes_per_s if inside else hardware.inter_node_bytes_per_s
@@ -319,6 +320,11 @@ def _decode_pass(
         "FLOPs": flops / (grid.rollout_tp * hardware.bf16_flops * hardware.decode_frac),
         "all-reduces": ring * reduced / link,
     }
+
+
+def _cached_dims(arch: ArchSpec) -> int:
+    """Returns the dimensions of a key and a value in the engine's cache, latent ones where attention is latent."""
+    return 2 * arch.head_dim if arch.mla is None else arch.mla.cache_dim + arch.mla.kv_lora_rank
 
 
 def _unread_bytes(arch: ArchSpec, grid: ParallelLayout, rows: int, size: int) -> float:

@@ -353,7 +353,9 @@ def _actor_shape(plan: Resolved, device: Device) -> ActorShape:
     te = device.te and asked_for(config, plan.arch)
     compiled = device.is_host and device.compiles and not config.rollout.true_on_policy
     learns_from = plan.algorithm.learns_from
-    return ActorShape(config, plan.arch, plan.grid, te=te, compiled=compiled, learns_from=learns_from)
+    return ActorShape(
+        config, plan.arch, plan.grid, te=te, compiled=compiled, on_host=device.is_host, learns_from=learns_from
+    )
 
 
 def _critics(plan: Resolved, device: Device) -> list[list[_Holder]]:
@@ -363,7 +365,8 @@ def _critics(plan: Resolved, device: Device) -> list[list[_Holder]]:
         return [[] for _ in range(grid.pp)]
     config = critic_config(plan.config)
     te = device.te and asked_for(config, plan.critic)
-    shape = ActorShape(config, plan.critic, grid, te=te, compiled=device.is_host and device.compiles)
+    compiled = device.is_host and device.compiles
+    shape = ActorShape(config, plan.critic, grid, te=te, compiled=compiled, on_host=device.is_host)
     stages = []
     borrows = config.actor.lora.rank > 0 and plan.config.critic.path is None  # the actor's frozen weights
     for stage, whole in enumerate(stage_memory(config, plan.critic, grid)):

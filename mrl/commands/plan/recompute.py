@@ -7,6 +7,7 @@ from typing import Literal
 
 from mrl.config.config import Config
 from mrl.models.base import ArchSpec
+from mrl.observability.metrics import attention_weights
 
 FIELDS = ("recompute_granularity", "recompute_method", "recompute_num_layers", "recompute_modules")
 
@@ -46,8 +47,8 @@ class Recompute:
         if not self.modules & {"mlp", "moe"}:
             return 0.0
         width = arch.intermediate_size if arch.moe is None else arch.moe.top_k * arch.moe.intermediate_size
-        attention = (2 * arch.num_heads + 2 * arch.num_kv_heads) * arch.head_dim
-        return 3 * width / (3 * width + attention)
+        mlp = 3 * width * arch.hidden_size
+        return mlp / (mlp + attention_weights(arch))
 
 
 def recompute_of(config: Config) -> Recompute:

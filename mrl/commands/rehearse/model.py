@@ -2,7 +2,8 @@
 
 A size that a parallel size divides in the real model is divided in the reduced one too, and one that it does not divide
 is not (key/value heads by TP, experts per rank, layers per stage, padding of the vocabulary). A size of one stays one,
-larger sizes stay larger than one. Family, biases, norms, rotary settings and tied embeddings are unchanged.
+larger sizes stay larger than one. Family, biases, norms, rotary settings, tied embeddings, and whether queries and keys
+have latent vectors are unchanged.
 """
 
 from __future__ import annotations
@@ -35,14 +36,16 @@ def shrunk_model(
     kv_heads = _kv_heads(arch, real, reduced)
     heads = kv_heads * _group(arch, kv_heads, reduced)
     sizes = engine.sizes
+    # in latent attention a key has a rotated part that is half as wide as the rest
+    head_dim = sizes.head_dim if arch.mla is None else sizes.head_dim * 3 // 2
     attention_width = arch.num_heads * arch.head_dim
-    hidden = _multiple(heads * sizes.head_dim * min(2.0, arch.hidden_size / attention_width), sizes.width_multiple)
+    hidden = _multiple(heads * head_dim * min(2.0, arch.hidden_size / attention_width), sizes.width_multiple)
     widths = math.lcm(reduced.tp, reduced.rollout_tp) * sizes.width_multiple
     moe = None if arch.moe is None else _experts(arch.moe, real, reduced, hidden, sizes.width_multiple)
     if moe is not None:
         moe = replace(moe, dense_layers=_shrunk_dense_layers(arch, num_layers))
     small = replace(
-        shrunk_heads(arch, sizes.head_dim),
+        shrunk_heads(arch, head_dim),
         num_layers=num_layers,
         hidden_size=hidden,
         intermediate_size=_multiple(2 * hidden, widths),

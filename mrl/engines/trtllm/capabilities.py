@@ -31,6 +31,12 @@ if TYPE_CHECKING:
 
 def structure_errors(config: Config, arch: ArchSpec) -> Iterator[str]:
     """Yields a message for layers that mrl does not map, attention sinks, and sequences longer than a window."""
+    if arch.mla is not None:
+        yield (
+            f"rollout.name={config.rollout.name}: '{arch.family}' has multi-head latent attention, which mrl does not "
+            "support with TensorRT-LLM. Use rollout.name=native."
+        )
+        return
     if arch.post_norms:
         yield (
             f"rollout.name={config.rollout.name}: a {arch.family} model has norms after attention and MLP, which mrl "
@@ -97,6 +103,8 @@ class LlmCapabilities(TrtllmCapabilities):
     def model_errors(self, config: Config, arch: ArchSpec) -> Iterator[str]:
         """Yields a message for structures, MoE arguments of a dense model, and rules of FP8 and positions."""
         yield from structure_errors(config, arch)
+        if arch.mla is not None:  # the other rules read sizes that such a model does not have
+            return
         if arch.moe is None:
             yield from engine_kwargs.expert_refusals(config.rollout)
         yield from fp8_support.refusals(config, arch)
@@ -118,7 +126,9 @@ class BuiltCapabilities(TrtllmCapabilities):
 
     def model_errors(self, config: Config, arch: ArchSpec) -> Iterator[str]:
         """Yields a message for structures, and if `rollout.engine_dir` does not fit the run, or no engine can."""
-        broken = [*structure_errors(config, arch), *positions.built_refusals(config, arch)]
+        broken = [*structure_errors(config, arch)]
+        if arch.mla is None:
+            broken += positions.built_refusals(config, arch)
         return iter(broken or engine_dir.engine_errors(config, arch))
 
     def memory_plan(self) -> MemoryPlan:

@@ -35,12 +35,19 @@ class VllmCapabilities(EngineCapabilities):
     stores_adapters = scales_lora_b = True
 
     def model_errors(self, config: Config, arch: ArchSpec) -> Iterator[str]:
-        """Yields a message for each rule of FP8 or adapters that the model breaks, and for an unknown family."""
+        """Yields a message for structures without support, and for each rule of FP8 or adapters that is broken."""
         if not is_known_to_transformers(arch.family):
             yield (
                 f"rollout.name={NAME} builds its models from transformers' configuration, which has no model_type "
                 f"'{arch.family}'. Use rollout.name=native."
             )
+        if arch.mla is not None:
+            yield (
+                f"rollout.name={NAME}: '{arch.family}' has multi-head latent attention, for which vLLM computes "
+                "further matrices from kv_b_proj when it loads a model, so that its attention would keep the first "
+                "weights after a weight sync. Use rollout.name=native."
+            )
+            return
         if has_effective_windows(config, arch) and arch.windowed_layers != family_of(arch).vllm_windows(arch):
             yield (
                 f"rollout.name={NAME}: {len(arch.windowed_layers)} of the model's {arch.num_layers} layers have a "

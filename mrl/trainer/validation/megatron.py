@@ -263,6 +263,11 @@ def _fp8_widths_fit(ctx: RuleContext) -> bool:
     arch, grid = ctx.arch, ctx.grid
     queries, keys = arch.num_heads // grid.tp * arch.head_dim, max(1, arch.num_kv_heads // grid.tp) * arch.head_dim
     widths = [arch.hidden_size, queries, queries + 2 * keys]
+    if (mla := arch.mla) is not None:
+        heads = arch.num_heads // grid.tp
+        expanded = heads * (mla.qk_nope_head_dim + mla.v_head_dim)
+        widths = [arch.hidden_size, queries, mla.q_lora_rank or 0, mla.cache_dim, mla.kv_lora_rank]
+        widths += [expanded, heads * mla.v_head_dim]
     if arch.has_dense_layers:
         widths.append(arch.intermediate_size // grid.tp)
     if arch.moe is not None:
@@ -295,8 +300,8 @@ OVERLAPPED: Needs = (
 )
 PIPELINED: Needs = (lambda ctx: ctx.grid.pp > 1, _none("a pipeline (parallel.pipeline_model_parallel_size)"))
 PRECISE: Needs = (_set("use_precision_aware_optimizer"), _none("use_precision_aware_optimizer: true"))
-RECOMPUTED = {"core_attn", "layernorm", "mla_up_proj", "mlp", "moe", "moe_act", "shared_experts"}
-"""Values that Megatron accepts in recompute_modules."""
+RECOMPUTED = {"core_attn", "layernorm", "mlp", "moe", "moe_act", "shared_experts"}
+"""Values that recompute_modules takes; of Megatron's, mla_up_proj is not among them, as latent attention is mrl's."""
 FLEX: Needs = (
     lambda ctx: ctx.config.actor.moe_token_dispatcher_type == "flex",
     _none("actor.moe_token_dispatcher_type=flex"),

@@ -61,6 +61,15 @@ def position_rules(config: Config, arch: ArchSpec) -> Iterator[str]:
     )
 
 
+def latent_attention_rules(config: Config, arch: ArchSpec) -> Iterator[str]:
+    """Yields a message if the engine would quantize a model with latent attention."""
+    if arch.mla is not None and config.rollout.quantization is not None:
+        yield (
+            f"rollout.quantization={config.rollout.quantization}: '{arch.family}' has multi-head latent attention, "
+            "for whose matrices mrl has no quantization in the engine yet. Remove it."
+        )
+
+
 def sampling_rules(config: Config) -> Iterator[str]:
     """Yields a message for each broken rule about the engine and its sampling."""
     rollout, val = config.rollout, config.rollout.val_kwargs

@@ -23,7 +23,12 @@ from mrl.trainer.validation.model import check_size, model_rules, token_rules
 from mrl.trainer.validation.off_policy import off_policy_rules
 from mrl.trainer.validation.parallel import build_parallel_layout, check_ranks, division_rules, layout_rules
 from mrl.trainer.validation.ranges import fixed_rules, range_rules
-from mrl.trainer.validation.rollout import length_rules, position_rules, sampling_rules
+from mrl.trainer.validation.rollout import (
+    latent_attention_rules,
+    length_rules,
+    position_rules,
+    sampling_rules,
+)
 from mrl.trainer.validation.rollout_ranks import role_rules
 from mrl.trainer.validation.train import share_rules, step_rules
 from mrl.trainer.validation.true_on_policy import expert_rule, true_on_policy_rules
@@ -98,6 +103,7 @@ def check(
     broken = [
         *division_rules(arch, grid),
         *position_rules(config, arch),
+        *latent_attention_rules(config, arch),
         *expert_rules(config, arch, grid, supervised=learns_from != "samples"),
         *expert_rule(config, arch),
         *adapted_module_rules("actor.lora", config.actor.lora, arch),

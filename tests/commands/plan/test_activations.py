@@ -139,6 +139,17 @@ def test_saved_tensors_are_counted_where_nothing_is_compiled(name, recompute):
     check({**ARCHS, **MIXTURES}[name], ParallelLayout(1), recompute, "float32", compiled=False)
 
 
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+@pytest.mark.parametrize("name", ["deepseek_v3", "deepseek_v2"])
+def test_saved_tensors_of_latent_attention_are_counted(name, recompute):
+    check(MIXTURES[name], ParallelLayout(1), recompute, "float32")
+
+
+@pytest.mark.parametrize(("name", "dtype"), [("deepseek_v3", "float32"), ("deepseek_v2", "bfloat16")])
+def test_saved_tensors_of_latent_attention_are_counted_when_ranks_share_them(name, dtype):
+    check(MIXTURES[name], ParallelLayout(2, tp=2, ep=2, etp=1), "none", dtype)
+
+
 @pytest.mark.compiler
 @pytest.mark.parametrize("compiled", [True, False])
 @pytest.mark.parametrize("recompute", ["none", "full"])
@@ -159,7 +170,7 @@ def check(arch, grid, recompute, dtype, megatron=None, *, compiled=True, lora=NO
         rollout=RolloutConfig(n=SAMPLES, prompt_length=PROMPT, response_length=RESPONSE),
         actor=ActorConfig(**actor),
     )
-    shape = ActorShape(config, arch, grid, te=False, compiled=compiled)
+    shape = ActorShape(config, arch, grid, te=False, compiled=compiled, on_host=True)
     expected = shape.activations(0).saved
     for found in run_ranks(grid.world_size, saved_bytes, arch, grid, options, compiled):
         assert math.isclose(expected, found, rel_tol=RELATIVE), (expected, found, expected / found)

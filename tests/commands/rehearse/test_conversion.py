@@ -11,6 +11,7 @@ MODELS = {
     "windows": ("mistral_tiny", {"sliding_window": 16}),
     "dense layers": ("qwen3_moe_tiny", {"mlp_only_layers": [0]}),
     "another family": ("glm4_moe_tiny", {}),
+    "latent attention": ("deepseek_v2_tiny", {}),
     "positions": ("qwen2_tiny", {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}),
 }
 

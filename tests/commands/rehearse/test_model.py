@@ -4,9 +4,11 @@ from dataclasses import replace
 
 import pytest
 
+from mrl.commands.rehearse.engine import RehearsalEngine
 from mrl.commands.rehearse.layout import compare, smallest_like
 from mrl.commands.rehearse.model import shrunk_model
 from mrl.commands.rehearse.settings import _sizes_of, small_teacher
+from mrl.engines._capabilities import CpuRun
 from mrl.models._positions import for_run
 from mrl.models.hf_config import arch_from_config, family_of
 from mrl.models.presets import arch_from_preset
@@ -27,6 +29,11 @@ CASES = {
     "gemma3_1b": ParallelLayout(4, tp=2, pp=2, rollout_tp=2),
     "gpt_oss_20b": ParallelLayout(16, tp=2, pp=2, ep=4, etp=1, rollout_tp=2),
     "glm4_moe_tiny": ParallelLayout(8, tp=2, pp=2, ep=4, etp=1, rollout_tp=4, rollout_ep=2),
+    "deepseek_v3_671b_a37b": ParallelLayout(
+        512, tp=8, pp=8, ep=64, etp=1, rollout_tp=32, rollout_ep=32, first_stage_layers=7, last_stage_layers=6
+    ),
+    "deepseek_v2_lite": ParallelLayout(16, tp=2, pp=3, ep=4, etp=1, rollout_tp=4, rollout_ep=2),
+    "moonlight_16b_a3b": ParallelLayout(8, tp=2, ep=8, etp=1, rollout_tp=2),
     "mixtral_tiny": ParallelLayout(16, tp=2, ep=4, rollout_tp=4, rollout_ep=2),
     "qwen2_moe_tiny": ParallelLayout(8, tp=2, ep=4, etp=1, rollout_tp=2, rollout_ep=2),
     "qwen3_235b_a22b": ParallelLayout(
@@ -75,6 +82,29 @@ def test_heads_lie_to_tensor_parallelism_as_before(preset):
     for before, after in ((asked.tp, used.tp), (asked.rollout_tp, used.rollout_tp)):
         if (before > 1) == (after > 1):
             assert compare(small.num_kv_heads, after) == compare(arch.num_kv_heads, before), (small, used)
+
+
+@pytest.mark.parametrize(
+    "preset", ["deepseek_v3_671b_a37b", "deepseek_v2_lite", "moonlight_16b_a3b", "kimi_k2_1t_a32b"]
+)
+@pytest.mark.parametrize("head_dim", [16, 32])
+def test_latent_attention_stays_and_survives_config_json(preset, head_dim):
+    real = arch_from_preset(preset, {}, None)
+    layout = ParallelLayout(8, tp=2, ep=4, etp=1, rollout_tp=2)
+    engine = RehearsalEngine(sizes=CpuRun(head_dim=head_dim))
+    arch, _ = shrunk_model(real, layout, smallest_like(layout, 8, experts=True), tokens=TOKENS, engine=engine)
+    mla = arch.mla
+    assert arch.head_dim == mla.qk_head_dim > mla.v_head_dim == head_dim and arch.num_heads == arch.num_kv_heads > 1
+    assert 0 < arch.rotary_dim == mla.qk_rope_head_dim < mla.qk_nope_head_dim and mla.norm_eps == real.mla.norm_eps
+    assert (mla.q_lora_rank is None) == (real.mla.q_lora_rank is None)
+    if mla.q_lora_rank is not None:
+        assert mla.q_lora_rank > mla.kv_lora_rank
+    assert arch.moe.dense_layers == (0,) and (arch.moe.num_groups > 1) == (real.moe.num_groups > 1)
+    assert (arch.moe.score_function, arch.moe.score_bias) == (real.moe.score_function, real.moe.score_bias)
+    ratios = [(one.attention_scale or one.head_dim**-0.5) * one.head_dim**0.5 for one in (arch, real)]
+    assert ratios[0] == pytest.approx(ratios[1], rel=1e-12)
+    assert arch_from_config(family_of(arch).arch_to_hf(arch)) == arch
+    assert arch_from_preset(preset, _sizes_of(preset, arch), None) == arch
 
 
 @pytest.mark.parametrize("layers", [(0, 1, 2, 3), (3,), (0, 2)], ids=str)

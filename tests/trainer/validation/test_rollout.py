@@ -99,6 +99,30 @@ def test_tensorrt_llm_is_refused_for_a_model_with_sinks():
     )
 
 
+@pytest.mark.parametrize("preset", ["deepseek_v2_tiny", "deepseek_v3_tiny"])
+def test_engines_and_settings_without_latent_attention_are_refused_by_name(preset):
+    arch, family = arch_from_preset(preset, {}, None), preset.removesuffix("_tiny")
+    for engine, why in (("vllm", "kv_b_proj"), ("trtllm", "TensorRT-LLM"), ("trtllm_engine", "TensorRT-LLM")):
+        (error,) = engine_capabilities(engine).model_errors(make(f"rollout.name={engine}"), arch)
+        assert f"rollout.name={engine}: '{family}'" in error and why in error
+    assert not [*engine_capabilities("native").model_errors(make(), arch)]
+    check(make("rollout.tensor_model_parallel_size=1"), arch, 1, 12)
+    for settings, why in (
+        (["rollout.quantization=fp8"], f"'{family}' has multi-head latent attention"),
+        (["rollout.quantization=fp8_per_tensor"], f"'{family}' has multi-head latent attention"),
+        (["actor.lora.rank=4"], f"actor.lora.rank: '{family}' has multi-head latent attention"),
+        (["rollout.true_on_policy=true", "run.device=cpu"], family),
+        (["megatron.transformer={fp8: hybrid, fp8_recipe: blockwise}", "run.device=cpu"], "dense models only"),
+        (["megatron.transformer={fp8: hybrid, fp8_recipe: blockwise}", "run.device=cuda"], "multiples of 16"),
+    ):
+        assert why in refusal(make(*settings), arch=arch), settings
+
+
+def test_context_parallelism_of_latent_attention_is_allowed():
+    arch = arch_from_preset("deepseek_v3_tiny", {}, None)
+    check(make("parallel.context_parallel_size=2"), arch, 2, 12)
+
+
 SCALED = {
     "linear": RopeScaling("linear", 2.0),
     "yarn": RopeScaling("yarn", 4.0, 256),

@@ -48,7 +48,7 @@ from mrl.megatron.cpu.fp8_emulation import check_emulation, emulate_fp8
 from mrl.megatron.cpu.layers import CompiledNorm, adds_gradient, compiled_layer, compiles
 from mrl.megatron.distillation_targets import DistillationTargets
 from mrl.megatron.latent_attention import latent_fields, with_latent_attention
-from mrl.megatron.moe import load_balance, moe_config, with_router
+from mrl.megatron.moe import count_grouped_biases, load_balance, moe_config, with_router
 from mrl.megatron.norm import PostNorm, RMSNorm
 from mrl.megatron.on_policy_layers import BatchInvariantHead, Tables, batch_invariant_layer, engine_rotary_tables
 from mrl.megatron.router import BIAS, LoadBalance
@@ -58,6 +58,7 @@ from mrl.models.base import ArchSpec, MoeSpec, rotary_kinds
 from mrl.models.kernels.bindings import check_alike
 from mrl.models.kernels.rope_frequencies import rotary_frequencies
 from mrl.models.kernels.training import Angles, training_kernels
+from mrl.models.transformer_engine import lacks_attention, missing_fusions
 from mrl.resharding.megatron import padded_vocab
 from mrl.types import SamplingMask
 
@@ -324,8 +325,10 @@ def build_chunks(
         chunks = [
             ScoringModel(config, arch, te=te, vp_stage=stage if virtual else None, **options) for stage in range(stages)
         ]
-    if fp8 is not None:
-        for chunk in chunks:
+    for chunk in chunks:
+        if te:
+            count_grouped_biases(chunk)
+        if fp8 is not None:
             emulate_fp8(chunk, fp8)
     return chunks
 
@@ -354,9 +357,7 @@ def transformer_config(
     """
     fields = _own_fields(arch, parallel, actor, dtype=dtype, te=te)
     factor, kind = attention_factor(arch), TransformerConfig
-    fields |= transformer_defaults(
-        given or {}, te=te, moe=arch.moe is not None, scales_rope=factor != 1.0 or arch.mla is not None
-    )
+    fields |= transformer_defaults(given or {}, te=te, moe=arch.moe is not None, without=missing_fusions(arch))
     fields |= megatron_values("transformer", given or {})
     if arch.mla is not None:
         kind = MLATransformerConfig
@@ -522,10 +523,24 @@ def _te_layer(
         qk_layernorm=config.qk_layernorm, multi_latent_attention=arch.mla is not None, **_experts(config, moe)
     )
     attention = layer.submodules.self_attention.submodules
-    attention.core_attention = with_shared_tokens(attention.core_attention)
+    if lacks_attention(arch):
+        attention.core_attention = _core_attention(arch)
+    else:
+        attention.core_attention = with_shared_tokens(attention.core_attention)
+    if arch.post_norms:
+        _add_post_norms(layer, config, RMSNorm)
     if arch.mla is not None:
         layer = with_latent_attention(layer, arch.mla)
-    return _accumulating(with_router(layer, moe, balance), config)
+    return _accumulating(with_router(layer, moe, balance, te=True), config)
+
+
+def _core_attention(arch: ArchSpec) -> type[CoreAttention]:
+    return CoreAttention if arch.local_rope_theta is None else RotatingAttention
+
+
+def _add_post_norms(layer: ModuleSpec, config: TransformerConfig, norm: type[RMSNorm]) -> None:
+    post_norm = ModuleSpec(module=PostNorm, params={"config": config, "norm": norm})
+    layer.submodules.self_attn_bda = layer.submodules.mlp_bda = post_norm
 
 
 def _local_layer(
@@ -546,9 +561,7 @@ def _local_layer(
     )
     layer = with_router(layer, moe, balance)
     if arch.post_norms:
-        norm = CompiledNorm if compiled or tables is not None else RMSNorm
-        post_norm = ModuleSpec(module=PostNorm, params={"config": config, "norm": norm})
-        layer.submodules.self_attn_bda = layer.submodules.mlp_bda = post_norm
+        _add_post_norms(layer, config, CompiledNorm if compiled or tables is not None else RMSNorm)
     if tables is not None:
         return batch_invariant_layer(layer, tables, qk_norm=config.qk_layernorm)
     if compiled:
@@ -556,7 +569,7 @@ def _local_layer(
     parts = layer.submodules
     parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm
     attention = parts.self_attention.submodules
-    attention.core_attention = CoreAttention if arch.local_rope_theta is None else RotatingAttention
+    attention.core_attention = _core_attention(arch)
     if arch.mla is not None:
         return with_latent_attention(layer, arch.mla, norm=RMSNorm)
     if config.qk_layernorm:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+import torch
 from megatron.core.tensor_parallel.layers import RowParallelLinear
 from megatron.core.transformer.spec_utils import ModuleSpec
 from torch import Tensor
@@ -62,15 +63,25 @@ def load_balance(arch: ArchSpec, actor: ActorConfig) -> LoadBalance | None:
     )
 
 
-def with_router(layer: ModuleSpec, moe: MoeSpec | None, balance: LoadBalance | None) -> ModuleSpec:
-    """Returns the layer spec with mrl's router; unchanged for a dense layer."""
+def with_router(layer: ModuleSpec, moe: MoeSpec | None, balance: LoadBalance | None, *, te: bool = False) -> ModuleSpec:
+    """Returns the layer spec with mrl's router; unchanged for a dense layer. `te`: it is TransformerEngine's spec."""
     if moe is not None and balance is not None:
         layer.module = RoutedLayer
         parts = _submodules(layer.submodules.mlp)
         parts.router = functools.partial(Router, balance=balance, moe=moe)
-        if moe.biases:
+        if moe.biases and not te:
             _submodules(parts.experts).linear_fc2 = ExpertDown
     return layer
+
+
+def count_grouped_biases(model: torch.nn.Module) -> None:
+    """Marks the biases of TransformerEngine's grouped experts as those of one tensor-parallel rank, like their weights.
+
+    Otherwise the norm of gradients would count only those of the first rank. Ranks never share an expert with a bias.
+    """
+    for name, parameter in model.named_parameters():
+        if ".experts.linear_fc" in name and ".bias" in name:
+            parameter.tensor_model_parallel = True  # type: ignore[attr-defined]
 
 
 def _submodules(spec: Any) -> Any:

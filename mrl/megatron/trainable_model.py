@@ -34,7 +34,7 @@ from mrl.megatron.param_broadcast import first_here
 from mrl.megatron.router import Router, update_biases
 from mrl.megatron.routing_record import RoutingRecorder
 from mrl.models.base import ArchSpec
-from mrl.models.transformer_engine import supports_prefix_sharing, why_local
+from mrl.models.transformer_engine import lacks_attention, supports_prefix_sharing, why_local
 from mrl.resharding.checksum import bits, model_checksum
 from mrl.resharding.hf import hf_layout
 from mrl.resharding.layout import Layout
@@ -122,7 +122,7 @@ class TrainableModel:
             groups,
             device,
             max_tokens=config.actor.max_tokens_per_microbatch,
-            te=self._te,
+            te=self._te and not lacks_attention(arch),
             share_prefixes=config.actor.use_prefix_grouper and (not self._te or supports_prefix_sharing(config, arch)),
             num_experts=arch.moe.num_experts if arch.moe else 0,
             layers=stage_moe_layers(arch, groups.grid)[groups.coords.pp],

@@ -16,6 +16,7 @@ from typing import Literal, get_args
 from mrl.config.config import Config
 from mrl.config.megatron_fields.fp8 import fp8_training
 from mrl.errors import UserError, first_line
+from mrl.models._positions import attention_factor
 from mrl.models.base import ArchSpec
 
 NAME = "transformer_engine"
@@ -54,15 +55,29 @@ def why_unusable(device: str) -> str | None:
 
 def asked_for(config: Config, arch: ArchSpec) -> bool:
     """Returns whether the actor uses TransformerEngine's layers if the machine supports them."""
-    asked = config.actor.transformer_impl != "local" and config.model.dtype in DTYPES
-    return asked and _missing_layers(arch) is None
+    return config.actor.transformer_impl != "local" and config.model.dtype in DTYPES
 
 
-def _missing_layers(arch: ArchSpec) -> str | None:
-    """Returns why a model cannot be built of TransformerEngine's layers; None: it can."""
-    if arch.post_norms or arch.local_rope_theta is not None:
-        return f"mrl has no {arch.family} layers of TransformerEngine's, with norms of outputs and two rotary bases"
-    return None
+def lacks_attention(arch: ArchSpec) -> bool:
+    """Returns whether TransformerEngine has no attention for packed sequences of a model, only the other layers.
+
+    It has none with sinks, nor rotary angles that differ between layers; attention is then that of the local layers.
+    """
+    return arch.attention_sinks or arch.local_rope_theta is not None
+
+
+def missing_fusions(arch: ArchSpec) -> set[str]:
+    """Returns Megatron's fields of the fusions that a model cannot have.
+
+    The fused rotary embedding has no factor of cosines and sines and does not fit latent attention; the fused
+    activation has no GELU in its approximation with tanh.
+    """
+    missing = set()
+    if attention_factor(arch) != 1.0 or arch.mla is not None:
+        missing.add("apply_rope_fusion")
+    if arch.activation == "gelu_tanh":
+        missing.add("bias_activation_fusion")
+    return missing
 
 
 def why_local(config: Config, arch: ArchSpec, device: str) -> str | None:
@@ -75,14 +90,12 @@ def why_local(config: Config, arch: ArchSpec, device: str) -> str | None:
     """
     if config.actor.transformer_impl == "local":
         return "actor.transformer_impl=local"
-    if (missing := _missing_layers(arch)) is not None:
-        return missing
-    if arch.attention_sinks:
-        return "mrl does not use its attention with sinks, which this model has"
     if (unusable := why_unusable(device)) is not None:
         return unusable
     if config.model.dtype not in DTYPES:
         return f"its attention for packed sequences has no {config.model.dtype} (model.dtype)"
+    if lacks_attention(arch):
+        return None
     return None if attention(config, arch) else f"it has no attention for packed sequences on this device: {FLASH_ATTN}"
 
 
@@ -102,8 +115,8 @@ def supports_prefix_sharing(config: Config, arch: ArchSpec) -> bool:
     Prefix sharing needs more keys than queries. It is turned off if only TransformerEngine's unfused attention supports
     that. Arguments as for `attention`.
     """
-    if not config.actor.use_prefix_grouper:
-        return False
+    if not config.actor.use_prefix_grouper or lacks_attention(arch):
+        return config.actor.use_prefix_grouper
     shared, alone = (_attention(config, arch, shared=each) for each in (True, False))
     return shared in ("flash", "fused") or (shared is not None and alone in (None, shared))
 
@@ -214,6 +227,9 @@ def described(config: Config, arch: ArchSpec, device: str) -> str:
     if why is not None:
         products += products and ", emulated: operands are rounded to FP8 and multiplied in float32"
         return f"the actor's layers are Megatron's local ones, not TransformerEngine's: {why}{products}"
+    if lacks_attention(arch):
+        version, why = metadata.version(NAME), "it has none for this model's packed sequences"
+        return f"the actor's layers are TransformerEngine's ({version}), with PyTorch's attention: {why}{products}"
     kind = attention(config, arch)
     slow = (
         f"; it is slow, and its memory grows with the square of the length: {FLASH_ATTN}" if kind == "unfused" else ""

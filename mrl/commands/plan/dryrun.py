@@ -21,9 +21,8 @@ from mrl.config.config import Config, TrainConfig, to_yaml
 from mrl.config.megatron_fields.defaults import ddp_defaults, overlaps_gradients, transformer_defaults
 from mrl.engines._capabilities import engine_capabilities
 from mrl.errors import UserError
-from mrl.models._positions import attention_factor
 from mrl.models.base import ArchSpec
-from mrl.models.transformer_engine import asked_for
+from mrl.models.transformer_engine import asked_for, missing_fusions
 from mrl.parallel_layout import ParallelLayout
 from mrl.resharding.plan import TransferPlan, make_plan
 from mrl.trainer.run_plan import CheckedConfig, Resolved, check_run, check_run_folder
@@ -162,8 +161,8 @@ def _megatron(plan: Resolved) -> Iterator[str]:
     """Yields the Megatron fields that `megatron` changes and those that mrl switches on for GPUs."""
     config, moe, te = plan.config, plan.arch.moe is not None, asked_for(plan.config, plan.arch)
     given = config.megatron.transformer
-    scales_rope = attention_factor(plan.arch) != 1.0
-    on = [f"transformer.{name}" for name in transformer_defaults(given, te=te, moe=moe, scales_rope=scales_rope)]
+    without = missing_fusions(plan.arch)
+    on = [f"transformer.{name}" for name in transformer_defaults(given, te=te, moe=moe, without=without)]
     on += [f"ddp.{name}" for name in ddp_defaults(config.actor, config.megatron, te=te)]
     on += ["ddp.overlap_grad_reduce"] if overlaps_gradients(config.actor, te=te) else []
     yield "# Megatron's own fields"

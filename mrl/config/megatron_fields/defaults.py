@@ -5,7 +5,7 @@ All such defaults are here. The config overrides each of them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from mrl.config.config import ActorConfig, MegatronConfig
@@ -19,19 +19,20 @@ INSTEAD = {"use_te_activation_func": "bias_activation_fusion"}
 """Field set in the config -> default that Megatron does not accept together with it."""
 
 
-def transformer_defaults(given: Mapping[str, Any], *, te: bool, moe: bool, scales_rope: bool = False) -> dict[str, Any]:
+def transformer_defaults(
+    given: Mapping[str, Any], *, te: bool, moe: bool, without: Collection[str] = ()
+) -> dict[str, Any]:
     """Returns the fields of `megatron.transformer` to enable, without those that the config sets.
 
     Args:
         given: `megatron.transformer` of the config.
         te: Whether TransformerEngine is in use.
         moe: Whether the model is an MoE.
-        scales_rope: Whether cosines and sines have a factor, which TransformerEngine's fused rotary embedding lacks.
+        without: Fusions that the model cannot have (`transformer_engine.missing_fusions`).
     """
     names = (*FUSIONS, *(EXPERT_FUSIONS if moe else ())) if te else ()
     out = {default for name, default in INSTEAD.items() if given.get(name)}
-    out |= {"apply_rope_fusion"} if scales_rope else set()
-    return {name: True for name in names if name not in given and name not in out}
+    return {name: True for name in names if name not in given and name not in out and name not in without}
 
 
 def overlaps_gradients(actor: ActorConfig, *, te: bool) -> bool:

@@ -41,13 +41,6 @@ class VllmCapabilities(EngineCapabilities):
                 f"rollout.name={NAME} builds its models from transformers' configuration, which has no model_type "
                 f"'{arch.family}'. Use rollout.name=native."
             )
-        if arch.mla is not None:
-            yield (
-                f"rollout.name={NAME}: '{arch.family}' has multi-head latent attention, for which vLLM computes "
-                "further matrices from kv_b_proj when it loads a model, so that its attention would keep the first "
-                "weights after a weight sync. Use rollout.name=native."
-            )
-            return
         if has_effective_windows(config, arch) and arch.windowed_layers != family_of(arch).vllm_windows(arch):
             yield (
                 f"rollout.name={NAME}: {len(arch.windowed_layers)} of the model's {arch.num_layers} layers have a "

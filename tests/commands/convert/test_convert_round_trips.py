@@ -43,8 +43,6 @@ FAMILIES = {
     "deepseek_v3": (small("deepseek_v3_tiny", **LATENT, n_group=2, topk_group=1), "bfloat16"),
     "deepseek_v2": (small("deepseek_v2_tiny", **LATENT), "float32"),
     "glm4_moe": (small("glm4_moe_tiny", **MOE, use_qk_norm=True, head_dim=4), "bfloat16"),
-    "deepseek_v3": (small("deepseek_v3_tiny", num_key_value_heads=8, moe_intermediate_size=16), "bfloat16"),
-    "deepseek_v2": (small("deepseek_v2_tiny", num_key_value_heads=8, moe_intermediate_size=16), "float32"),
 }
 """101 rows of vocabulary, a prime; 8 query heads, 4 layers, 4 experts."""
 

@@ -11,6 +11,7 @@ from mrl.checkpoint.formats.checkpoint_metadata import COMMON_STATE, METADATA, r
 from mrl.config.megatron_fields.defaults import EXPERT_FUSIONS, FUSIONS
 from mrl.megatron import checkpoint
 from mrl.models import transformer_engine
+from mrl.models.transformer_engine import lacks_attention
 from mrl.parallel_layout import ParallelLayout
 from tests.megatron.actors import (
     ARCHS,
@@ -42,6 +43,9 @@ CASES = {
     "ep2": (MIXTURES["qwen3_moe"], ParallelLayout(2, ep=2), {}),
     "latent_tp2_ep2": (MIXTURES["deepseek_v3"], ParallelLayout(2, tp=2, ep=2, etp=1), {}),
     "latent_cp2": (MIXTURES["deepseek_v2"], ParallelLayout(2, cp=2), {}),
+    "sinks_tp2_ep2": (MIXTURES["gpt_oss"], ParallelLayout(2, tp=2, ep=2, etp=1), {}),
+    "norms_tp2": (ARCHS["gemma3_text"], ParallelLayout(2, tp=2), {}),
+    "norms_cp2": (ARCHS["gemma3_text"], ParallelLayout(2, cp=2), {}),
     "etp2_shared_expert": (SHALLOW_MIXTURE, ParallelLayout(2, tp=2), {}),
 }
 
@@ -78,7 +82,8 @@ def both(arch, grid, **options):
 def test_scores_and_gradients_are_those_of_the_local_spec(case):
     arch, grid, layout = CASES[case]
     for (names, scored, gradients), (others, local, expected) in run_ranks(2, both, arch, grid, parallel=layout):
-        assert {"TERowParallelLinear", "TESharedAttention"} <= names
+        own = "CoreAttention" if arch.attention_sinks else "RotatingAttention"
+        assert {"TERowParallelLinear", own if lacks_attention(arch) else "TESharedAttention"} <= names
         assert ("TEGroupedMLP" in names) == (arch.moe is not None)
         assert not any(name.startswith("TE") for name in others)
         torch.testing.assert_close(scored, local, rtol=0, atol=SCORE)

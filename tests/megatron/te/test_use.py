@@ -86,13 +86,12 @@ def on_gpu(monkeypatch):
 BROKEN = "it is installed but does not import: ImportError: undefined symbol"
 
 
-def test_attention_sinks_fall_to_the_local_layers_and_say_so(on_gpu):
-    on_gpu()
-    sinks = MIXTURES["gpt_oss"]
-    assert "sinks" in transformer_engine.described(config(), sinks, "cuda")
-    with pytest.raises(UserError, match="sinks.*actor.transformer_impl=local"):
-        transformer_engine.check(config(), sinks, "cuda")
-    transformer_engine.check(config("local"), sinks, "cuda")
+@pytest.mark.parametrize("arch", [MIXTURES["gpt_oss"], ARCHS["gemma3_text"]], ids=["sinks", "two rotary bases"])
+def test_where_it_has_no_attention_for_a_model_its_other_layers_are_used(arch, on_gpu):
+    on_gpu(kind=None)
+    assert transformer_engine.asked_for(config(), arch) and transformer_engine.why_local(config(), arch, "cuda") is None
+    assert "PyTorch's attention" in transformer_engine.described(config(), arch, "cuda")
+    transformer_engine.check(config(), arch, "cuda")
 
 
 def test_float32_falls_to_the_local_layers_and_says_so(on_gpu):
@@ -101,15 +100,6 @@ def test_float32_falls_to_the_local_layers_and_says_so(on_gpu):
     assert "no float32 (model.dtype)" in transformer_engine.described(config(dtype="float32"), DENSE, "cuda")
     transformer_engine.check(config(dtype="float32"), EXPERTS, "cuda")
     assert "not supported with model.dtype=float32" in "".join(model_rules(config("te", "float32")))
-
-
-def test_a_model_of_local_layers_alone_is_named(on_gpu):
-    on_gpu()
-    arch = ARCHS["gemma3_text"]
-    assert "no gemma3_text layers" in transformer_engine.described(config(), arch, "cuda")
-    assert not transformer_engine.asked_for(config(), arch)
-    with pytest.raises(UserError, match="actor.transformer_impl=te, but .*gemma3_text"):
-        transformer_engine.check(config("te"), arch, "cuda")
 
 
 def test_a_broken_one_is_told_with_its_error_and_experts_are_refused(on_gpu):

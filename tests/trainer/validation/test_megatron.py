@@ -301,7 +301,9 @@ def test_what_transformer_engine_turns_on_yields_to_what_is_given():
     fused = {"apply_rope_fusion", "bias_activation_fusion", "gradient_accumulation_fusion"}
     assert set(transformer_defaults({}, te=True, moe=False)) == fused
     assert set(transformer_defaults({}, te=True, moe=True)) == fused | {"moe_permute_fusion"}
-    assert set(transformer_defaults({}, te=True, moe=False, scales_rope=True)) == fused - {"apply_rope_fusion"}
+    assert set(transformer_defaults({}, te=True, moe=False, without={"apply_rope_fusion"})) == fused - {
+        "apply_rope_fusion"
+    }
     assert transformer_defaults({}, te=False, moe=True) == {}
     given = {"apply_rope_fusion": False, "use_te_activation_func": True}
     assert set(transformer_defaults(given, te=True, moe=False)) == {"gradient_accumulation_fusion"}

@@ -102,10 +102,11 @@ def test_tensorrt_llm_is_refused_for_a_model_with_sinks():
 @pytest.mark.parametrize("preset", ["deepseek_v2_tiny", "deepseek_v3_tiny"])
 def test_engines_and_settings_without_latent_attention_are_refused_by_name(preset):
     arch, family = arch_from_preset(preset, {}, None), preset.removesuffix("_tiny")
-    for engine, why in (("vllm", "kv_b_proj"), ("trtllm", "TensorRT-LLM"), ("trtllm_engine", "TensorRT-LLM")):
+    for engine in ("trtllm", "trtllm_engine"):
         (error,) = engine_capabilities(engine).model_errors(make(f"rollout.name={engine}"), arch)
-        assert f"rollout.name={engine}: '{family}'" in error and why in error
-    assert not [*engine_capabilities("native").model_errors(make(), arch)]
+        assert f"rollout.name={engine}: '{family}'" in error and "TensorRT-LLM" in error
+    for engine in ("native", "vllm"):
+        assert not [*engine_capabilities(engine).model_errors(make(f"rollout.name={engine}"), arch)]
     check(make("rollout.tensor_model_parallel_size=1"), arch, 1, 12)
     for settings, why in (
         (["rollout.quantization=fp8"], f"'{family}' has multi-head latent attention"),
@@ -116,6 +117,26 @@ def test_engines_and_settings_without_latent_attention_are_refused_by_name(prese
         (["megatron.transformer={fp8: hybrid, fp8_recipe: blockwise}", "run.device=cuda"], "multiples of 16"),
     ):
         assert why in refusal(make(*settings), arch=arch), settings
+
+
+YARN = RopeScaling("yarn", 4.0, 64, mscale=1.0, mscale_all_dim=1.0)
+
+
+@pytest.mark.parametrize(
+    ("changes", "settings", "why"),
+    [
+        ({"rms_norm_eps": 1e-5}, (), "rms_norm_eps"),
+        ({"rope_scaling": replace(YARN, mscale_all_dim=None)}, (), "mscale_all_dim"),
+        ({"rope_scaling": replace(YARN, attention_factor=1.0)}, (), "attention_factor"),
+        ({"rope_scaling": replace(YARN, truncate=False)}, (), "truncate"),
+        ({}, ("rollout.quantization=fp8",), "rollout.quantization"),
+    ],
+)
+def test_what_vllm_computes_otherwise_in_latent_attention_is_refused(changes, settings, why):
+    arch = replace(arch_from_preset("deepseek_v3_tiny", {}, None), **changes)
+    assert any(
+        why in each for each in engine_capabilities("vllm").model_errors(make("rollout.name=vllm", *settings), arch)
+    )
 
 
 def test_context_parallelism_of_latent_attention_is_allowed():

@@ -153,8 +153,10 @@ def longest(config: Config) -> int:
 
 
 def token_elements(arch: ArchSpec, tp: int, *, layers: int | None = None) -> int:
-    """Returns the number of elements of a token's keys and values on an engine's rank."""
+    """Returns the number of elements of a token's keys and values, or latent vectors, on an engine's rank."""
     counted = arch.num_layers if layers is None else layers
+    if arch.mla is not None:  # every rank has all of them
+        return counted * arch.mla.cache_dim
     return 2 * counted * max(1, arch.num_kv_heads // tp) * arch.head_dim
 
 
@@ -184,8 +186,11 @@ def generation_bytes(run: PlannedRun, size: int, rows: int) -> dict[str, int]:
 def hidden_bytes(run: PlannedRun, size: int, tokens: int) -> int:
     """Returns the bytes of the hidden states of `tokens` tokens in one layer."""
     arch, grid = run.arch, run.grid
-    heads = (arch.num_heads + 2 * max(grid.rollout_tp, arch.num_kv_heads)) // grid.rollout_tp
-    attention = 3 * heads * arch.head_dim
+    if arch.mla is not None:  # each query of a head has the size of a latent vector
+        attention = 3 * (arch.num_heads // grid.rollout_tp + 1) * arch.mla.cache_dim
+    else:
+        heads = (arch.num_heads + 2 * max(grid.rollout_tp, arch.num_kv_heads)) // grid.rollout_tp
+        attention = 3 * heads * arch.head_dim
     mlp = experts_work(arch, grid, tokens)
     if arch.has_dense_layers:
         mlp = max(mlp, tokens * (3 * arch.intermediate_size // grid.rollout_tp) * size)

@@ -35,10 +35,10 @@ class _Packed(NamedTuple):
 
     def pack(self, weights_NOI: Tensor) -> None:
         earlier = self.weights if self.kernel.in_place else []
-        packed = [
-            self.kernel.pack(weight, earlier[i] if i < len(earlier) else None) for i, weight in enumerate(weights_NOI)
+        self.weights[:] = [
+            self.kernel.pack(weight.contiguous(), earlier[i] if earlier else None)
+            for i, weight in enumerate(weights_NOI)
         ]
-        self.weights[:] = packed
 
 
 class HeadProducts:

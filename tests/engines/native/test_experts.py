@@ -55,7 +55,7 @@ FAMILIES = {
         "first_k_dense_replace": 1,
         "num_key_value_heads": 4,
         "kv_lora_rank": 20,
-        "q_lora_rank": 18,
+        "q_lora_rank": 22,
         "qk_nope_head_dim": 12,
         "qk_rope_head_dim": 8,
         "v_head_dim": 10,

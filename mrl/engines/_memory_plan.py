@@ -189,8 +189,11 @@ def generation_bytes(run: PlannedRun, size: int, rows: int) -> dict[str, int]:
 def hidden_bytes(run: PlannedRun, size: int, tokens: int) -> int:
     """Returns the bytes of the hidden states of `tokens` tokens in one layer."""
     arch, grid = run.arch, run.grid
-    heads = (arch.num_heads + 2 * max(grid.rollout_tp, arch.num_kv_heads)) // grid.rollout_tp
-    attention = 3 * heads * arch.head_dim
+    if arch.mla is not None:  # each query of a head has the size of a latent vector
+        attention = 3 * (arch.num_heads // grid.rollout_tp + 1) * arch.mla.cache_dim
+    else:
+        heads = (arch.num_heads + 2 * max(grid.rollout_tp, arch.num_kv_heads)) // grid.rollout_tp
+        attention = 3 * heads * arch.head_dim
     mlp = experts_work(arch, grid, tokens)
     if arch.has_dense_layers:
         mlp = max(mlp, tokens * (3 * arch.intermediate_size // grid.rollout_tp) * size)

@@ -64,7 +64,8 @@ class PrefillAttention:
         keys, values, window = self._cache.keys[layer], self._cache.values[layer], self._cache.windows[layer]
         slots_P = self.positions_P if window is None else self.positions_P % keys.size(2)
         keys[self._rows_P, :, slots_P] = k_PKD
-        values[self._rows_P, :, slots_P] = v_PKD
+        if not self._cache.keys_only:
+            values[self._rows_P, :, slots_P] = v_PKD
         if self._compiled is not None:
             where = self._rows_P, self.positions_P, keys, values
             return self._compiled.attend_at(q_PND, *where, window=window, scale=self._cache.scale, sinks_N=sinks_N)
@@ -73,10 +74,14 @@ class PrefillAttention:
         for part in self._parts if window is None else self._windowed:
             count = part.stop - part.start
             last = first + part.rows.numel() * count
-            q, k, v = (x[first:last].view(-1, count, *x.shape[1:]).transpose(1, 2) for x in (q_PND, k_PKD, v_PKD))
+            new, stored = [q_PND, k_PKD, v_PKD], [keys, values]
+            if self._cache.keys_only:
+                new, stored = new[:-1], stored[:-1]
+            q, k, *v = (x[first:last].view(-1, count, *x.shape[1:]).transpose(1, 2) for x in new)
             if part.start:
-                k, v = (_slots(x, part) for x in (keys, values))
-            outputs.append(attend(q, k, v, part.mask, self._cache.scale, sinks=sinks_N).transpose(1, 2).flatten(0, 1))
+                k, *v = (_slots(x, part) for x in stored)
+            attended = attend(q, k, v[0] if v else k, part.mask, self._cache.scale, sinks=sinks_N)
+            outputs.append(attended.transpose(1, 2).flatten(0, 1))
             first = last
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
@@ -165,7 +170,8 @@ class DecodeAttention:
         keys, values, window = self._cache.keys[layer], self._cache.values[layer], self._cache.windows[layer]
         slots_B, mask = self._positions_B if window is None else self._positions_B % keys.size(2), self._masks[window]
         keys[self._rows_B, :, slots_B] = k_BKD
-        values[self._rows_B, :, slots_B] = v_BKD
+        if not self._cache.keys_only:
+            values[self._rows_B, :, slots_B] = v_BKD
         keys, values = keys[:batch, :, : self._length], values[:batch, :, : self._length]
         q_BKGD = q_BND.reshape(batch, kv_heads, -1, dim)
         if not self._on_cpu:

@@ -1,8 +1,9 @@
 """Native engine: generates on the training ranks themselves, in plain PyTorch.
 
 This module manages weights and memory. Generation: `generation` (the loop), `multiturn` (episodes),
-`streaming_generation`, `scheduler`, `paused_sequences`, `decode_state`, `kv_cache`, `model`, `attention`, `sampler`,
-`stopping`, `cuda_graphs`. Speculative decoding: `drafting`, `speculation`, `ngram_history`, `decode_cost_model`.
+`streaming_generation`, `scheduler`, `paused_sequences`, `decode_state`, `kv_cache`, `model`, `attention`,
+`latent_attention`, `sampler`, `stopping`, `cuda_graphs`. Speculative decoding: `drafting`, `speculation`,
+`ngram_history`, `decode_cost_model`.
 
 On a CPU it is tested against transformers. On CUDA the same code runs, with CUDA graphs for decoding unless
 `rollout.enforce_eager`; that path has not been run on a GPU.
@@ -33,7 +34,6 @@ from mrl.engines.native.drafting import NOT_HERE, Drafting
 from mrl.engines.native.experts import FindAdapters
 from mrl.engines.native.fp8_scales import Scales
 from mrl.engines.native.generation import Generation
-from mrl.engines.native.kv_cache import KVCache
 from mrl.engines.native.model import Decoder
 from mrl.engines.native.multiturn import MultiTurnGeneration, pool_rows
 from mrl.engines.native.ngram_history import History
@@ -71,6 +71,12 @@ class NativeEngine(RolloutEngine):
         """
         super().__init__(spec)
         config, arch, device, tp_group = spec.config, spec.arch, spec.device, spec.tp_group
+        if config.true_on_policy and arch.mla is not None:
+            raise UserError(
+                f"rollout.true_on_policy=true with a model of latent attention ({arch.family}): the engine multiplies "
+                "by kv_b_proj after attention and the actor before it, so their log-probabilities differ in the last "
+                "bits. Set rollout.true_on_policy=false."
+            )
         tp_size = 1 if tp_group is None else dist.get_world_size(tp_group)
         tp_rank = 0 if tp_group is None else dist.get_rank(tp_group)
         ep_size = config.expert_parallel_size
@@ -98,14 +104,9 @@ class NativeEngine(RolloutEngine):
         later_bytes = self._model.later_bytes(config.max_num_batched_tokens)
         if device.type == "cpu":  # on a CPU, pages of zeros are allocated when they are first written
             later_bytes += sum(weight.nbytes for weight in self._weights.values())
-        self._cache = KVCache(
-            windows=[arch.window_of(layer) for layer in range(arch.num_layers)],
-            scale=arch.attention_scale,
-            num_kv_heads=self._model.num_kv_heads,
-            head_dim=arch.head_dim,
-            dtype=self._model.dtype,
-            device=device,
-            budget_bytes=kv_budget(device, config.gpu_memory_utilization, tp_group, later_bytes=later_bytes),
+        self._cache = self._model.kv_cache(
+            [arch.window_of(layer) for layer in range(arch.num_layers)],
+            kv_budget(device, config.gpu_memory_utilization, tp_group, later_bytes=later_bytes),
         )
         self._copies = self._place_copies()
         self._drafting = Drafting.create_if_supported(spec, self._model, self._cache)

@@ -7,6 +7,8 @@ and its addresses stay the same while the memory is released: captured CUDA grap
 A layer with a sliding window needs slots only for the tokens in the window and for those of one forward. Where rows are
 longer, its slots are a ring: position p is in slot p % T, and overwrites a token that fell out of the window.
 
+With latent attention (`latent_attention.py`) there are no values: `values` are the keys, the same tensors.
+
 Shapes: S rows, K KV heads of this rank, T slots of a row (fewer in a ring), D head dim.
 """
 
@@ -39,6 +41,7 @@ class KVCache:
         shared_prefixes: Arguments of the last `set_shared_prefixes` as tensors.
         windows: Sliding window of each layer; None: the layer attends to all tokens.
         scale: Factor of attention's scores; None: D ** -0.5.
+        keys_only: True if the values are the keys.
 
     Args:
         windows: See above; one entry per layer.
@@ -48,6 +51,7 @@ class KVCache:
         device: Device of the cache.
         budget_bytes: Most bytes of the cache.
         scale: See above.
+        keys_only: See above.
     """
 
     def __init__(
@@ -60,12 +64,13 @@ class KVCache:
         device: torch.device,
         budget_bytes: int,
         scale: float | None = None,
+        keys_only: bool = False,
     ) -> None:
         self.budget_bytes = budget_bytes
         self.num_rows = 0
         self.row_len = 0
         self.num_kv_heads = num_kv_heads
-        self.windows, self.scale = list(windows), scale
+        self.windows, self.scale, self.keys_only = list(windows), scale, keys_only
         window = next((each for each in windows if each is not None), None)
         self._ring = None if window is None else ring_slots(window)
         self._num_windowed = sum(each is not None for each in windows)
@@ -83,7 +88,7 @@ class KVCache:
         """Returns the bytes of the keys and values of one row in all layers of this rank."""
         full, ring = self._slots(row_len)
         tokens = (len(self.windows) - self._num_windowed) * full + self._num_windowed * ring
-        return 2 * self.num_kv_heads * self._head_dim * self._dtype.itemsize * tokens
+        return self._num_tensors * self.num_kv_heads * self._head_dim * self._dtype.itemsize * tokens
 
     def fitting(self, row_len: int, other_row_bytes: int = 0) -> int:
         """Returns the number of rows that fit into the budget."""
@@ -119,6 +124,11 @@ class KVCache:
         return rows
 
     @property
+    def _num_tensors(self) -> int:
+        """Tensors of a layer: keys and values, or keys."""
+        return 1 if self.keys_only else 2
+
+    @property
     def wraps(self) -> bool:
         """Whether some layer's row is a ring that is shorter than a row."""
         return self._ring is not None and self._ring < self.row_len
@@ -138,7 +148,7 @@ class KVCache:
         """Allocates the memory of all layers; newly allocated parts are zero."""
         counts = (len(self.windows) - self._num_windowed, self._num_windowed)
         shapes = [
-            torch.Size((2, count, self.num_rows, self.num_kv_heads, slots, self._head_dim))
+            torch.Size((self._num_tensors, count, self.num_rows, self.num_kv_heads, slots, self._head_dim))
             for count, slots in zip(counts, self._slots(self.row_len), strict=True)
         ]
         sizes = [shape.numel() * self._dtype.itemsize for shape in shapes]
@@ -153,9 +163,9 @@ class KVCache:
             self._range.tensor(offset, shape, self._dtype) for offset, shape in zip((0, sizes[0]), shapes, strict=True)
         )
         self._rows = [full, ring]
-        layers = [iter(zip(*rows.unbind(0), strict=True)) for rows in self._rows]
-        pairs = [next(layers[window is not None]) for window in self.windows]
-        self.keys, self.values = [key for key, _ in pairs], [value for _, value in pairs]
+        layers = [iter(rows.unbind(1)) for rows in self._rows]
+        stored = [next(layers[window is not None]).unbind(0) for window in self.windows]
+        self.keys, self.values = [each[0] for each in stored], [each[-1] for each in stored]
 
     def free(self) -> None:
         """Releases the memory; `reserve` allocates it again, at the same addresses and in the same shape."""

@@ -10,7 +10,7 @@ Shapes: P packed tokens, N heads and K KV heads of this rank, D head dim, H hidd
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -23,24 +23,56 @@ from mrl.distributed.collectives import sum_in_rank_order
 from mrl.engines.native.experts import DOWN_BIAS, NAMES, FindAdapters, MoeLayer
 from mrl.engines.native.fp8_scales import Scales
 from mrl.engines.native.kv_cache import KVCache
+from mrl.engines.native.latent_attention import HeadProducts, LatentHeads
 from mrl.engines.native.packed_linear import Linear, LinearAdapters, compute_dtype
-from mrl.engines.native.torch_ops import Attention, HeadNorms, Heads, Operations
+from mrl.engines.native.torch_ops import Attention, HeadNorms, Heads, Operations, Rotation
+from mrl.errors import UserError
 from mrl.models.base import Activation, ArchSpec, rotary_kinds
 from mrl.models.kernels.rope_tables import rotary_tables
 from mrl.resharding.native import expert_shard
+
+_KV_B = "kv_b"
+"""Name in a layer of the matrix of latent attention's `HeadProducts`."""
 
 
 @dataclass
 class _Layer:
     input_norm: Tensor
-    qkv: Linear
-    head_norms: HeadNorms | None
+    heads: FusedHeads | LatentHeads
     sinks: Tensor | None
     o: Linear
     post_norm: Tensor
     mlp: Mlp | MoeLayer
     is_windowed: bool
     out_norms: tuple[Tensor, Tensor] | None  # of the outputs of attention and MLP
+
+
+@dataclass(frozen=True)
+class FusedHeads:
+    """Projection of a layer with keys and values of its own for each KV head.
+
+    Attributes:
+        qkv: Product that gives queries, keys and values.
+        head_norms: Weights of the norms of queries and keys; None: there are none.
+        head_dim: D.
+    """
+
+    qkv: Linear
+    head_norms: HeadNorms | None
+    head_dim: int
+
+    @property
+    def norms(self) -> list[Tensor]:
+        """Weights of the norms."""
+        return [*(self.head_norms or ())]
+
+    def __call__(self, x_PH: Tensor, rotate: Rotation) -> tuple[Tensor, Tensor, Tensor]:
+        """Returns queries [P, N, D], keys [P, K, D] and values [P, K, D]."""
+        return rotate(self.qkv(x_PH).view(x_PH.size(0), -1, self.head_dim), self.head_norms)
+
+    def output(self, attended_PND: Tensor) -> Tensor:
+        """Returns the heads' values [P, N x D]."""
+        return attended_PND.flatten(1)
 
 
 class Mlp:
@@ -58,7 +90,7 @@ class Mlp:
 
 
 class Decoder:
-    """Pre-norm decoder with rotary positions, grouped-query attention and a gated MLP or MoE.
+    """Pre-norm decoder with rotary positions, grouped-query or latent attention, and a gated MLP or MoE.
 
     Args:
         arch: Sizes and family of the model.
@@ -76,7 +108,8 @@ class Decoder:
         dtype: Dtype of activations, keys and values.
         operations: Elementwise operations.
         num_heads: Query heads of this rank.
-        num_kv_heads: Key/value heads of this rank.
+        num_kv_heads: Key/value heads of this rank in the cache; 1 with latent attention.
+        cache_dim: Dimensions of such a head.
         is_capturable: Whether decoding can be captured in CUDA graphs.
         has_expert_adapters: Whether experts have low-rank adapters beside their weights.
     """
@@ -103,7 +136,8 @@ class Decoder:
         self._tp_size = 1 if self._tp_group is None else dist.get_world_size(self._tp_group)
         self._tp_rank = 0 if self._tp_group is None else dist.get_rank(self._tp_group)
         self.num_heads = arch.num_heads // self._tp_size
-        self.num_kv_heads = max(1, arch.num_kv_heads // self._tp_size)
+        self.num_kv_heads = max(1, arch.num_kv_heads // self._tp_size) if arch.mla is None else 1
+        self.cache_dim = arch.head_dim if arch.mla is None else arch.mla.cache_dim
         self._embed_table = weights["embed"]
         self._first_token = self._tp_rank * self._embed_table.size(0)
         device = self._embed_table.device
@@ -124,8 +158,9 @@ class Decoder:
             for name, weight in weights.items()
             if weight.dim() == 2
             and (name != "embed" or arch.tie_word_embeddings)
-            and name.rpartition(".")[2] not in NAMES
+            and name.rpartition(".")[2] not in (*NAMES, _KV_B)
         }
+        self._products = self._head_products(scales, find)
         self._head = self._linears["embed" if arch.tie_word_embeddings else "lm_head"]
         self._layers: list[_Layer] = []
         self._final_norm = weights["final_norm"]
@@ -147,6 +182,23 @@ class Decoder:
             scaled = {name: scales[prefix + name] for name in NAMES if prefix + name in scales}
             adapters = partial(_within, find, prefix)
             found[i] = MoeLayer(moe, inside, shard.experts(moe), self.dtype, scaled, operations, adapters)
+        return found
+
+    def _head_products(self, scales: Mapping[str, Scales], find: FindAdapters) -> dict[int, HeadProducts]:
+        """Returns the products of latent attention's heads by layer."""
+        mla, found = self._arch.mla, {}
+        if mla is None:
+            return {}
+        for i in range(self._arch.num_layers):
+            name = f"layers.{i}.{_KV_B}"
+            weight = self._weights[name]
+            if find(name, 0, weight.size(0)) is not None:
+                raise UserError(
+                    "the native engine does not add low-rank adapters of kv_b_proj to the products of latent "
+                    "attention. Set actor.lora.merge=true, or name other modules in actor.lora.target_modules."
+                )
+            compiled = self.operations.are_compiled
+            found[i] = HeadProducts(weight, mla, self.dtype, scales.get(name), compiled=compiled)
         return found
 
     def _rotary_heads(self, arch: ArchSpec, max_positions: int, device: torch.device) -> Heads:
@@ -177,7 +229,7 @@ class Decoder:
         norms = [
             x
             for each in self._layers
-            for x in (each.input_norm, each.post_norm, *(each.head_norms or ()), *(each.out_norms or ()))
+            for x in (each.input_norm, each.post_norm, *each.heads.norms, *(each.out_norms or ()))
         ]
         norms += [each.sinks for each in self._layers if each.sinks is not None]
         tables = [table for heads in (self._heads, self._local_heads) for table in (heads.cos, heads.sin)]
@@ -185,10 +237,11 @@ class Decoder:
         return [self._embed_table, self._final_norm, *tables, *norms, *parts]
 
     @property
-    def copied(self) -> list[Linear]:
+    def copied(self) -> list[Linear | HeadProducts]:
         """Products that need a copy of their weight in another dtype."""
-        linears = [*self._linears.values(), *(linear for part in self._experts.values() for linear in part.linears)]
-        return [linear for linear in linears if linear.copy is not None]
+        experts = [linear for part in self._experts.values() for linear in part.linears]
+        products: list[Linear | HeadProducts] = [*self._linears.values(), *experts, *self._products.values()]
+        return [product for product in products if product.copy is not None]
 
     def later_bytes(self, num_tokens: int) -> int:
         """Returns the bytes allocated after the stored weights: copies, and the experts' workspace for `num_tokens`."""
@@ -204,10 +257,7 @@ class Decoder:
         self._layers = [
             _Layer(
                 input_norm=vectors[f"layers.{i}.input_norm"],
-                qkv=self._linears[f"layers.{i}.qkv"],
-                head_norms=(vectors[f"layers.{i}.q_norm"], vectors[f"layers.{i}.k_norm"])
-                if f"layers.{i}.q_norm" in vectors
-                else None,
+                heads=self._attention_heads(i, vectors),
                 sinks=self._weights[f"layers.{i}.sinks"].float() if self._arch.attention_sinks else None,
                 o=self._linears[f"layers.{i}.o"],
                 post_norm=vectors[f"layers.{i}.post_norm"],
@@ -227,8 +277,27 @@ class Decoder:
             for i in range(self._arch.num_layers)
         ]
 
-    def _parts(self) -> list[Linear | MoeLayer]:
-        return [*self._linears.values(), *self._experts.values()]
+    def _attention_heads(self, layer: int, vectors: Mapping[str, Tensor]) -> FusedHeads | LatentHeads:
+        """Returns the projections of a layer; `vectors` has the weights of its norms."""
+        mla, linears, prefix = self._arch.mla, self._linears, f"layers.{layer}."
+        if mla is None:
+            norms = None
+            if f"{prefix}q_norm" in vectors:
+                norms = vectors[f"{prefix}q_norm"], vectors[f"{prefix}k_norm"]
+            return FusedHeads(linears[f"{prefix}qkv"], norms, self._arch.head_dim)
+        has_latent = mla.q_lora_rank is not None
+        return LatentHeads(
+            mla=mla,
+            operations=self.operations,
+            q_a=(linears[f"{prefix}q_a"], vectors[f"{prefix}q_a_norm"]) if has_latent else None,
+            q=linears[f"{prefix}q_b" if has_latent else f"{prefix}q"],
+            kv_a=linears[f"{prefix}kv_a"],
+            kv_norm=vectors[f"{prefix}kv_a_norm"],
+            products=self._products[layer],
+        )
+
+    def _parts(self) -> list[Linear | MoeLayer | HeadProducts]:
+        return [*self._linears.values(), *self._experts.values(), *self._products.values()]
 
     def free_copies(self) -> None:
         """Frees everything that `refresh` derived; `refresh` must precede the next use."""
@@ -239,6 +308,7 @@ class Decoder:
         """Drops every weight; the model cannot be used again."""
         self._linears.clear()
         self._experts.clear()
+        self._products.clear()
         self._layers.clear()
         del self._head, self._embed_table, self._final_norm
         self._weights = {}
@@ -269,12 +339,11 @@ class Decoder:
         x_PH, share_PH = self._embed(tokens_P), None
         for i, layer in enumerate(self._layers):
             x_PH, normed_PH = norm(x_PH, layer.input_norm, eps, share_PH)
-            qkv = layer.qkv(normed_PH).view(normed_PH.size(0), -1, self._arch.head_dim)
             rotate = windowed if layer.is_windowed else everywhere
-            mixed = attention(i, *rotate(qkv, layer.head_norms), layer.sinks).flatten(1)
+            attended = attention(i, *layer.heads(normed_PH, rotate), layer.sinks)
             if wanted_N is not None and routed_PLK is None and i == len(self._layers) - 1:
-                x_PH, mixed = x_PH[wanted_N], mixed[wanted_N]
-            added_PH = self._sum(layer.o(mixed))
+                x_PH, attended = x_PH[wanted_N], attended[wanted_N]
+            added_PH = self._sum(layer.o(layer.heads.output(attended)))
             if layer.out_norms is not None:
                 _, added_PH = norm(added_PH, layer.out_norms[0], eps)
             x_PH, normed_PH = norm(x_PH, layer.post_norm, eps, added_PH)
@@ -309,22 +378,32 @@ class Decoder:
 
     def own_attention(self, num_tokens: int, num_slots: int) -> None:
         """Runs the attention of a decode step of `num_tokens` rows over `num_slots` slots each, for timing."""
-        dim, device = self._arch.head_dim, self._embed_table.device
-        cache = KVCache(
-            windows=[None],
-            num_kv_heads=self.num_kv_heads,
-            head_dim=dim,
-            dtype=self.dtype,
-            device=device,
-            budget_bytes=sys.maxsize,
-        )
+        dim, device = self.cache_dim, self._embed_table.device
+        cache = self.kv_cache([None], sys.maxsize)
         cache.reserve(num_tokens, num_slots)
         positions_P = torch.full((num_tokens,), num_slots - 1, device=device)
         attention = self.operations.decode_attention(cache, positions_P, num_slots, self.num_heads)
         qkv = torch.zeros(num_tokens, self.num_heads + 2 * self.num_kv_heads, dim, dtype=self.dtype, device=device)
         q_PND, k_PKD, v_PKD = torch.split(qkv, [self.num_heads, self.num_kv_heads, self.num_kv_heads], 1)
+        if cache.keys_only:
+            v_PKD = k_PKD
         for _ in range(self._arch.num_layers):
             attention(0, q_PND, k_PKD, v_PKD, None)
+
+    def kv_cache(self, windows: Sequence[int | None], budget_bytes: int) -> KVCache:
+        """Returns an empty cache for layers with these sliding windows."""
+        mla, scale = self._arch.mla, self._arch.attention_scale
+        return KVCache(
+            windows=windows,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.cache_dim,
+            dtype=self.dtype,
+            device=self._embed_table.device,
+            budget_bytes=budget_bytes,
+            # in latent attention the size of a cached key is not that of a head
+            scale=self._arch.head_dim**-0.5 if scale is None and mla is not None else scale,
+            keys_only=mla is not None,
+        )
 
     def _embed(self, tokens_P: Tensor) -> Tensor:
         embedded_PH = self._look_up(tokens_P)

@@ -10,6 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 FLASH_DTYPES = (torch.bfloat16, torch.float16)
+FLASH_HEAD_DIM = 256
+"""Largest head dimension of flash attention on CUDA."""
 
 
 def attend(
@@ -25,7 +27,7 @@ def attend(
     Args:
         query: [B, N, Q, D].
         key: [B, K, T, D].
-        value: [B, K, T, D].
+        value: [B, K, T, D]; may be `key` itself.
         mask: Boolean mask (True: attend) or additive mask, broadcastable to [B, N, Q, T]; None: causal.
         scale: Factor of the scores; None: D ** -0.5.
         sinks: Logit of each query head, [N], that joins the softmax and has no value; None: none.
@@ -33,8 +35,9 @@ def attend(
     if sinks is not None:
         return _attend_with_sinks(query, key, value, mask, scale, sinks)
     groups = query.size(1) // key.size(1)
-    if groups > 1 and not takes_groups(query.device.type, query.dtype, masked=mask is not None):
-        key, value = (x.repeat_interleave(groups, 1) for x in (key, value))
+    if groups > 1 and not takes_groups(query.device.type, query.dtype, query.size(3), masked=mask is not None):
+        repeated = key.repeat_interleave(groups, 1)
+        key, value = repeated, repeated if value is key else value.repeat_interleave(groups, 1)
     return F.scaled_dot_product_attention(
         query,
         key,
@@ -68,17 +71,18 @@ def _attend_with_sinks(
     return attend(query, key, value, torch.cat([seen, mask], -1), scale)[..., :dim]
 
 
-def takes_groups(device: str, dtype: torch.dtype, *, masked: bool) -> bool:
+def takes_groups(device: str, dtype: torch.dtype, head_dim: int, *, masked: bool) -> bool:
     """Returns whether a memory-efficient kernel supports fewer key heads than query heads (GQA).
 
-    On CUDA only flash attention does, which has neither masks nor float32. The memory-efficient kernel has both and
-    requires as many key heads as query heads; otherwise torch falls back to a product that materializes the scores
-    (aten/src/ATen/native/transformers/cuda/sdp_utils.cpp, torch 2.13). cuDNN's kernel is disabled in
-    `distributed/launch.py`. Not yet run on a GPU.
+    On CUDA only flash attention does, which has neither masks nor float32 nor large heads. The memory-efficient kernel
+    has all three and requires as many key heads as query heads; otherwise torch falls back to a product that
+    materializes the scores (aten/src/ATen/native/transformers/cuda/sdp_utils.cpp, torch 2.13). cuDNN's kernel is
+    disabled in `distributed/launch.py`. Not yet run on a GPU.
 
     Args:
         device: "cpu" or "cuda".
         dtype: Dtype of queries, keys and values.
+        head_dim: D.
         masked: True if a mask is given.
     """
-    return device != "cuda" or (dtype in FLASH_DTYPES and not masked)
+    return device != "cuda" or (dtype in FLASH_DTYPES and head_dim <= FLASH_HEAD_DIM and not masked)

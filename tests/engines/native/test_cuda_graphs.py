@@ -4,6 +4,8 @@ A CPU captures nothing: here a capture notes the address of all memory that a st
 CUDA graph would, and its replay fails where one of them has moved.
 """
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -11,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from mrl.config.config import RolloutConfig
 from mrl.engines.base import SamplingConfig
-from mrl.engines.native import packed_linear
+from mrl.engines.native import latent_attention, packed_linear
 from mrl.engines.native.cuda_graphs import MAX_GRAPH_SETS, DecodeGraphs
 from mrl.engines.native.engine import NativeEngine
 from mrl.engines.native.packed_linear import Linear
@@ -24,6 +26,8 @@ from tests.engines.specs import spec_of
 SHARED = {"prompt_length": 64, "response_length": 64, "gpu_memory_utilization": 0.01, "max_num_seqs": 16}
 SHARED |= {"enforce_eager": True}  # PyTorch's operators, as on CUDA
 ARCH = arch_from_preset("qwen2_tiny", {}, VOCAB)
+LATENT = replace(arch_from_preset("deepseek_v3_tiny", {}, VOCAB), moe=None)
+"""Without experts: a CPU computes those that were chosen, one after the other."""
 
 
 class Addresses(TorchDispatchMode):
@@ -61,12 +65,13 @@ def capture(action):
 @pytest.fixture(autouse=True)
 def unpacked(monkeypatch):
     """Products as on CUDA: with the stored weights."""
-    monkeypatch.setattr(packed_linear, "packs", lambda device: False)
+    for module in (packed_linear, latent_attention):
+        monkeypatch.setattr(module, "packs", lambda device: False)
 
 
-def make_engine(graphs=True, **config):
+def make_engine(graphs=True, arch=ARCH, **config):
     engine = NativeEngine(
-        spec_of(RolloutConfig(**SHARED, **config), ARCH, tp_group=None, dtype=torch.float32, decode=str)
+        spec_of(RolloutConfig(**SHARED, **config), arch, tp_group=None, dtype=torch.float32, decode=str)
     )
     if graphs:
         engine._graphs = DecodeGraphs(engine._decode_eagerly, capture)
@@ -100,11 +105,12 @@ def next_step(engine):
     engine.wake()
 
 
+@pytest.mark.parametrize("arch", [ARCH, LATENT], ids=["heads", "latent"])
 @pytest.mark.parametrize("config", [{}, {"quantization": "fp8"}, {"quantization": "fp8_per_tensor"}], ids=str)
-def test_the_second_step_captures_nothing_and_reads_where_the_first_one_did(config):
-    expected, none = answers(make_engine(graphs=False, **config))
+def test_the_second_step_captures_nothing_and_reads_where_the_first_one_did(config, arch):
+    expected, none = answers(make_engine(graphs=False, arch=arch, **config))
     assert none == 0
-    engine = make_engine(**config)
+    engine = make_engine(arch=arch, **config)
     tokens, captured = answers(engine)
     assert tokens == expected and captured == 1
     for _ in range(2):

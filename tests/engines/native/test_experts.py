@@ -46,7 +46,24 @@ FAMILIES = {
         "head_dim": 16,
         "tie_word_embeddings": False,
     },
+    "deepseek_v3": {
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 3,
+        "n_group": 4,
+        "topk_group": 2,
+        "moe_intermediate_size": 24,
+        "first_k_dense_replace": 1,
+        "num_key_value_heads": 4,
+        "kv_lora_rank": 20,
+        "q_lora_rank": 22,
+        "qk_nope_head_dim": 12,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 10,
+        "tie_word_embeddings": False,
+    },
 }
+UNORDERED = ("glm4_moe", "deepseek_v3")
+"""Families of which transformers returns other logits than those by which it chooses, and experts in no order."""
 
 RECORD = {"enable_rollout_routing_replay": True}
 SAMPLED = SamplingConfig(n=3, max_tokens=12, temperature=0.9, stop_token_ids=(5, 6, 7, 8), seed=2)
@@ -162,7 +179,7 @@ def test_grouped_products_equal_one_for_each_expert(held, num_tokens):
 def chosen_by(model, rollout):
     """Experts that transformers chooses for all but the last token of a rollout, [tokens, layers, top_k]."""
     ids = torch.tensor([[*rollout.prompt.prompt_ids, *rollout.response_ids[:-1]]])
-    if model.config.model_type == "glm4_moe":  # its logits are not those by which it chooses
+    if model.config.model_type in UNORDERED:
         found = []
         gates = [layer.mlp.gate for layer in model.model.layers if hasattr(layer.mlp, "gate")]
         hooks = [gate.register_forward_hook(lambda gate, given, out: found.append(out[2])) for gate in gates]
@@ -192,7 +209,7 @@ def test_the_record_is_what_transformers_routes(folders, family, settings):
         record = rollout.routed_experts
         assert record.dtype == torch.int8 and record.size(0) == rollout.num_tokens
         found, expected = record[:-1].long(), chosen_by(model, rollout)
-        if family == "glm4_moe":  # its experts are in no order
+        if family in UNORDERED:
             found, expected = found.sort(-1).values, expected.sort(-1).values
         assert torch.equal(found, expected)
         assert record[-1].eq(-1).all()

@@ -11,8 +11,9 @@ LOW = (torch.bfloat16, torch.float16)
 @pytest.mark.parametrize("dtype", [*LOW, torch.float32])
 @pytest.mark.parametrize("masked", [False, True])
 def test_only_flash_attention_takes_groups_on_a_gpu_and_it_has_neither_masks_nor_float32(dtype, masked):
-    assert sdpa.takes_groups("cuda", dtype, masked=masked) == (dtype in LOW and not masked)
-    assert sdpa.takes_groups("cpu", dtype, masked=masked)
+    assert sdpa.takes_groups("cuda", dtype, 128, masked=masked) == (dtype in LOW and not masked)
+    assert not sdpa.takes_groups("cuda", dtype, 576, masked=masked)
+    assert sdpa.takes_groups("cpu", dtype, 576, masked=masked)
 
 
 MASKS = {
@@ -37,6 +38,13 @@ def test_repeated_heads_give_what_groups_give(name, heads, kv_heads, monkeypatch
         found.append([out, *(x.grad for x in inputs)])
     for ours, theirs in zip(*found, strict=True):
         assert torch.allclose(ours, theirs, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("takes", [True, False])
+def test_keys_may_be_the_values(takes, monkeypatch):
+    monkeypatch.setattr(sdpa, "takes_groups", lambda *_, masked: takes)
+    q, k = torch.randn(2, 6, 5, 8), torch.randn(2, 1, 5, 8)
+    torch.testing.assert_close(sdpa.attend(q, k, k, None), sdpa.attend(q, k, k.clone(), None))
 
 
 @pytest.mark.parametrize("groups", [1, 3])

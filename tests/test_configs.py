@@ -19,7 +19,8 @@ NAME = re.compile(
 FILES = [path for path in sorted((ROOT / "configs").glob("*.yaml")) if NAME.fullmatch(path.name)]
 
 OF_TRTLLM = [path for path in FILES if not NAME.fullmatch(path.name)["engine"]]
-OF_VLLM = [path for path in FILES if path not in OF_TRTLLM]
+OF_VLLM = [path for path in FILES if NAME.fullmatch(path.name)["engine"] == "vllm"]
+OF_NATIVE = [path for path in FILES if NAME.fullmatch(path.name)["engine"] == "native"]
 """A config's name tells its engine, if not TensorRT-LLM, and `roles` where rollouts have ranks of their own."""
 
 FEW_ROWS = 16
@@ -87,6 +88,22 @@ def test_a_config_has_the_room_that_its_comments_tell(file, capsys):
     assert [round(float(in_use)), round(float(can_be))] == [int(told[1]), int(told[2])]
     rows = re.search(r"room for (\d+) sequence", printed)[1]
     assert f"room for {rows} " in text
+
+
+def test_the_config_of_the_native_engine_has_the_room_that_its_comments_tell(capsys):
+    (file,) = OF_NATIVE
+    assert main(["plan", str(file)]) == 0
+    rows = re.search(r"room for (\d+) sequence", capsys.readouterr().out)[1]
+    assert f"room for {rows} " in file.read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("nodes", [32, 128, 256])
+def test_the_config_of_the_native_engine_fits_other_numbers_of_nodes(nodes):
+    (file,) = OF_NATIVE
+    told = re.search(r"On 32 nodes: (\S+) (\S+)\n# (\S+)\. On 128 and 256 nodes: (\S+)\.", file.read_text()).groups()
+    overrides = told[:3] if nodes == 32 else told[3:]
+    assert main(["plan", str(file), "--world-size", str(8 * nodes), *overrides]) == 0
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda path: path.name)

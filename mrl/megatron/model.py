@@ -143,6 +143,7 @@ class ScoringModel(GPTModel):  # type: ignore[misc]  # megatron.core has no type
         self._of_rows: RowKernels = training_kernels(config.params_dtype) if compiled or self._is_exact else OPERATORS
         if arch.value_head and self.post_process:
             self.output_layer = ValueHead(config)
+        self._latent_frequencies: Tensor | None = None
         if not self._is_exact:
             self._set_angles()
         self._forget_weights()

@@ -24,7 +24,8 @@ pytestmark = pytest.mark.slow
 
 CONFIGS = {path.stem: path for path in sorted((ROOT / "configs").glob("*.yaml"))}
 OF_VLLM = [name for name in CONFIGS if "_vllm" in name]
-ALONE = [name for name in CONFIGS if name not in OF_VLLM and not name.startswith("sums_smollm2")]
+OF_NATIVE = [name for name in CONFIGS if name.endswith("_native")]
+ALONE = [name for name in CONFIGS if name not in (*OF_VLLM, *OF_NATIVE) and not name.startswith("sums_smollm2")]
 """Configs of the other engines; those of `sums_smollm2` need the folder of its model."""
 OF_ROLES = [name for name in CONFIGS if name.endswith("_roles")]
 NAMED = ("grpo_qwen2.5-0.5b", "grpo_qwen3-8b", "grpo_llama3.1-70b", "dapo_qwen3-30b", "dapo_qwen3-235b")
@@ -96,6 +97,16 @@ def test_every_config_passes_with_its_structure_kept(name, tmp_path):
         assert report["metrics"]["refit/bytes_local"] == 0 and "of their own" in str(report["stages"][1])
     if name == "guessing":
         assert report["metrics"]["num_turns/mean"] > 1 and "turns of at most" in str(report["stages"])
+
+
+@pytest.mark.parametrize("name", OF_NATIVE)
+def test_a_config_of_a_model_that_tensorrt_llm_lacks_passes_without_the_conversion_to_it(name, tmp_path):
+    report = run(tmp_path, name)
+    outcomes = {stage["name"]: stage["outcome"] for stage in report["stages"]}
+    assert outcomes.pop("to TensorRT-LLM") == "not covered"
+    assert report["passed"] and set(outcomes.values()) == {"passed"} and report["warnings"] == []
+    assert all(used > 1 for asked, used in report["layout"].values() if asked > 1)
+    assert report["metrics"]["step"] == 2 and report["metrics"]["actor/grad_norm"] > 0
 
 
 @pytest.mark.parametrize("name", OF_VLLM)

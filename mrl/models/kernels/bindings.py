@@ -147,7 +147,7 @@ class Library:
             positions_P: Positions of the new tokens, int64, consecutive within a row.
             keys_BTD: Key cache [rows, K, T, D], its slots contiguous; position p is in slot p, or with a window in slot
                 p % T.
-            values_BTD: Value cache, laid out like the keys.
+            values_BTD: Value cache, laid out like the keys; may be the keys themselves.
             firsts_B: Index of each row's first new token, and P at the end, int64; None: one token per row.
             alike: (row with the same first slots, number of these slots) of each row, both int64, see `attend` in
                 `kernels.c`; None: unknown.
@@ -198,7 +198,7 @@ class Library:
             rows_P: Cache row of each token, int64.
             positions_P: Position of each token, int64.
             keys_BKTD: Key cache, its slots contiguous.
-            values_BKTD: Value cache, laid out like the keys.
+            values_BKTD: Value cache, laid out like the keys; may be the keys themselves.
             window: Number of latest tokens that a token attends to, its own included; None: all.
             ring: With a window, position p is in slot p % T; False: in slot p, and "rows" may overlap.
             scale: Factor of the scores; None: D ** -0.5.

@@ -317,10 +317,9 @@ def build_chunks(
     if exact_positions:
         check_alike(dtype)
         tables = engine_rotary_tables(arch, exact_positions, dtype)
-    compiled = False
     # the compiled attention has no sinks and no values of another size, and the compiled MLP no clamped activation
-    if not (te or exact_positions or arch.attention_sinks or arch.mla) and device is not None and device.type == "cpu":
-        compiled = compiles(dtype)
+    plain = not (te or exact_positions or arch.attention_sinks or arch.mla)
+    compiled = plain and device is not None and device.type == "cpu" and compiles(dtype)
     options: dict[str, Any] = {"balance": balance, "tables": tables, "compiled": compiled}
     with explain_errors("transformer", given):
         chunks = [

@@ -13,7 +13,7 @@ from mrl.commands.plan.plan import describe, predict
 from mrl.commands.plan.weight_sync_cost import predict_refit
 from mrl.config.config import RolloutConfig, load
 from mrl.engines._capabilities import memory_plan
-from mrl.engines._memory_plan import Device
+from mrl.engines._memory_plan import Device, token_elements
 from mrl.engines.vllm.kv_cache import kv_cache
 from mrl.errors import UserError
 from mrl.models.presets import arch_from_preset
@@ -33,6 +33,14 @@ reward: {functions: [{name: exact_match}]}
 OFFLOAD = ("actor.param_offload=true", "actor.grad_offload=true", "actor.optimizer_offload=true")
 GPU = Device(te=True, capacity=9 * 10**8, total=10**9, allowance=10**6, engine_allowance=3 * 10**6)
 BUILT = ("rollout.name=trtllm_engine", "rollout.enable_prefix_caching=false", "rollout.enforce_eager=true")
+
+
+@pytest.mark.parametrize(("preset", "kilobytes"), [("deepseek_v3_671b_a37b", 70.272), ("qwen2.5_72b", 327.680)])
+def test_a_token_has_as_many_bytes_in_the_cache_as_was_published(preset, kilobytes):
+    """Source: Insights into DeepSeek-V3 (arXiv 2505.09343), table 1, in bfloat16."""
+    arch = arch_from_preset(preset, {}, None)
+    assert 2 * token_elements(arch, 1) == 1000 * kilobytes
+    assert token_elements(arch, 8) == token_elements(arch, 1) // (1 if arch.mla else 8)
 
 
 @pytest.fixture

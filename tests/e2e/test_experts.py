@@ -19,6 +19,11 @@ MODELS = {
         f"model.overrides={{{SIZES}, first_k_dense_replace: 2, n_group: 2, topk_group: 2}}",
         "actor.moe_router_bias_update_rate=0.01",
     ],
+    # latent attention, experts in groups
+    "deepseek_v3": [
+        "model.preset=deepseek_v3_tiny",
+        "model.overrides={num_hidden_layers: 4, num_key_value_heads: 4, moe_intermediate_size: 32, first_k_dense_replace: 2}",
+    ],
 }
 EP2 = ["parallel.expert_model_parallel_size=2"]
 TP2_EP2 = [

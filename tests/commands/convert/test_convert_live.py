@@ -41,18 +41,37 @@ MODELS = {
         "sliding_window": 7,
         "tie_word_embeddings": False,
     },
+    "deepseek_v3": {
+        "model_type": "deepseek_v3",
+        **{key: value for key, value in SIZES.items() if not key.startswith("rope_")},
+        "num_key_value_heads": SIZES["num_attention_heads"],
+        "q_lora_rank": 20,
+        "kv_lora_rank": 24,
+        "qk_nope_head_dim": 12,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 10,
+        "head_dim": 8,
+        "first_k_dense_replace": 1,
+        "n_routed_experts": 4,
+        "n_group": 2,
+        "topk_group": 1,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+    },
 }
 WRITTEN = {
     "qwen2": ParallelLayout(4, tp=4),
     "qwen3_moe": ParallelLayout(4, pp=2, ep=2),
     "gemma3_text": ParallelLayout(4, tp=2, pp=2),
     "gpt_oss": ParallelLayout(4, pp=2, ep=2),
+    "deepseek_v3": ParallelLayout(4, tp=2, pp=2),
 }
 LIVE = {
     "qwen2": ParallelLayout(2, pp=2),
     "qwen3_moe": ParallelLayout(4, tp=2, ep=2, etp=1),
     "gemma3_text": ParallelLayout(2, pp=2),
     "gpt_oss": ParallelLayout(4, tp=2, ep=2, etp=1),
+    "deepseek_v3": ParallelLayout(2, ep=2),
 }
 OPTIONS = {"rollout": {"temperature": TEMPERATURE}, "actor": {"max_tokens_per_microbatch": 150}}
 

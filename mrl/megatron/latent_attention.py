@@ -27,6 +27,14 @@ from mrl.models.base import ArchSpec, MlaSpec
 from mrl.models.kernels.rope_tables import rotate
 
 
+_FUSED_NORMS = {
+    "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
+    "self_attention.q_layernorm.": "self_attention.linear_q_up_proj.layer_norm_",
+    "self_attention.kv_layernorm.": "self_attention.linear_kv_up_proj.layer_norm_",
+}
+"""Norms of local layers that a checkpoint has under the names of TransformerEngine's fused linears."""
+
+
 class ReplicatedLinear(torch.nn.Module):
     """Linear layer whose weight every tensor-parallel rank has; the rows are those of the rank."""
 
@@ -132,6 +140,7 @@ def with_latent_attention(layer: ModuleSpec, mla: MlaSpec, *, norm: type | None 
     """
     attention = layer.submodules.self_attention
     if norm is not None:
+        layer.submodules.sharded_state_dict_keys_map = _FUSED_NORMS
         parts = attention.submodules
         parts.q_layernorm, parts.kv_layernorm = IdentityOp if mla.q_lora_rank is None else norm, norm
     attention.module = LatentAttention

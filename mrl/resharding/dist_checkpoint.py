@@ -27,8 +27,9 @@ from mrl.resharding.shards import layers_of
 EXTRA_STATE = "_extra_state"
 """Key suffix of a module's state that is not a weight: TransformerEngine's fp8 scales, or nothing."""
 
+_INPUT_NORM = "input_layernorm."
 _FUSED_NORMS = (
-    ("input_layernorm.", "self_attention.linear_qkv.layer_norm_"),
+    (_INPUT_NORM, "self_attention.linear_qkv.layer_norm_"),
     ("pre_mlp_layernorm.", "mlp.linear_fc1.layer_norm_"),
 )
 _GATED = (ShardKind.GATE_UP, ShardKind.EXPERT_GATE_UP)
@@ -196,6 +197,8 @@ def _key_stems(spec: ParamSpec) -> list[str]:
         return [spec.megatron.replace(".local_experts.", ".experts.")]
     local = spec.megatron
     for own, fused in _FUSED_NORMS:
+        if own == _INPUT_NORM and spec.megatron_te is None:
+            continue  # of latent attention, which has no such linear
         local = local.replace(f".{own}", f".{fused}")
     return list(dict.fromkeys([spec.megatron_te or spec.megatron, local, spec.megatron]))
 

@@ -26,7 +26,6 @@ from mrl.megatron.attention import PackedSequences
 from mrl.models.base import ArchSpec, MlaSpec
 from mrl.models.kernels.rope_tables import rotate
 
-
 _FUSED_NORMS = {
     "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
     "self_attention.q_layernorm.": "self_attention.linear_q_up_proj.layer_norm_",

@@ -73,6 +73,16 @@ _SIZES: dict[str, Any] = {
 }
 _EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 24, "num_experts": 4, "norm_topk_prob": True}
 _WINDOW = {"use_sliding_window": False, "sliding_window": 8, "max_window_layers": 1}
+_LINEAR = {
+    "head_dim": 16,
+    "attention_bias": False,
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
+    "linear_conv_kernel_dim": 4,
+}
 BASES: dict[str, dict[str, Any]] = {
     "llama": {**_SIZES, "attention_bias": False, "mlp_bias": False},
     "qwen2": {**_SIZES, **_WINDOW},
@@ -112,6 +122,14 @@ BASES: dict[str, dict[str, Any]] = {
         "num_experts_per_tok": 2,
         "sliding_window": 8,
         "layer_types": ["sliding_attention", "full_attention"],
+    },
+    "qwen3_next": {**_SIZES, **_LINEAR, **_EXPERTS, "shared_expert_intermediate_size": 24},
+    "qwen3_5_text": {**_SIZES, **_LINEAR},
+    "qwen3_5_moe_text": {
+        **{key: value for key, value in _SIZES.items() if key != "intermediate_size"},
+        **_LINEAR,
+        **{key: value for key, value in _EXPERTS.items() if key != "norm_topk_prob"},
+        "shared_expert_intermediate_size": 24,
     },
     "mistral": {**_SIZES, "sliding_window": None},
     "mixtral": {**_SIZES, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None},

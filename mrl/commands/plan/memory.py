@@ -26,8 +26,10 @@ from mrl.resharding import lora
 from mrl.resharding.buckets import MIN_ROUND_BYTES, NUM_BUFFERS, PIPELINE_ROUNDS
 from mrl.resharding.copy_op import ITEM_BYTES
 from mrl.resharding.dtypes import expert_index_dtype
+from mrl.resharding.hf import hf_layout
 from mrl.resharding.layout import Layout
 from mrl.resharding.megatron import megatron_layout, padded_vocab, stage_layers, stage_moe_layers
+from mrl.resharding.shards import counted_tensors
 from mrl.trainer.run_plan import Resolved
 from mrl.trainer.validation.critic import critic_config
 from mrl.trainer.validation.distillation import is_frozen_actor
@@ -606,10 +608,8 @@ def _num_elements(layout: Layout) -> int:
 
 def num_parameters(arch: ArchSpec) -> int:
     """Returns the number of parameters of the model; a tied embedding counts once."""
-    sizes = _actor_parts(arch, 1, 1, 1)
-    with_experts = len(arch.moe_layers)
-    layers = with_experts * (sizes.layer + sizes.experts) + (arch.num_layers - with_experts) * sizes.dense_layer
-    return layers + sizes.embedding + sizes.end
+    tensors = counted_tensors(arch, lambda one: hf_layout(one, "bfloat16"))
+    return sum(math.prod(stored.shape) * count for _, stored, count in tensors)
 
 
 def describe_adapters(arch: ArchSpec, settings: LoraConfig) -> str:

@@ -23,6 +23,7 @@ from torch import Tensor
 from mrl.data.shared_prefix import SharedPrefixes
 from mrl.megatron.attention_segments import AttentionSegments, rank_segments
 from mrl.megatron.deterministic_gather import RowGather, gather_plan
+from mrl.megatron.linear_attention_plan import LinearAttentionPlan, plan_linear_attention
 from mrl.megatron.router import Routing
 from mrl.models.kernels.rope_tables import rotate
 from mrl.models.kernels.sdpa import attend
@@ -76,6 +77,7 @@ class PackedSequences(PackedSeqParams):  # type: ignore[misc]  # megatron.core h
         angles: Rotary angles of each row of this rank, for attention that rotates queries and keys; set by the model.
         local_angles: The same of layers with a sliding window; None: those of all layers.
         windowed: Plan of the layers with a sliding window; None if no layer has one, or attention needs no other plan.
+        linear: Plan of the layers with linear attention; None if no layer has it.
     """
 
     groups: list[QueryGroup] = field(default_factory=list)
@@ -90,6 +92,7 @@ class PackedSequences(PackedSeqParams):  # type: ignore[misc]  # megatron.core h
     angles: Angles | None = None
     local_angles: Angles | None = None
     windowed: PackedSequences | None = None
+    linear: LinearAttentionPlan | None = None
 
     def angles_of(self, window: int | None) -> Angles:
         """Returns the rotary angles of a layer with this sliding window."""
@@ -107,6 +110,7 @@ def pack(
     *,
     dtype: torch.dtype = torch.float32,
     window: int | None = None,
+    conv_kernel: int | None = None,
 ) -> PackedSequences:
     """Builds the plan for `CoreAttention`; the distinct tokens lie in the order of their numbers.
 
@@ -120,6 +124,7 @@ def pack(
         group: Ranks that share the microbatch; the number of distinct tokens is a multiple of twice their number.
         dtype: Dtype of queries and keys.
         window: Sliding window of some layers, for which `PackedSequences.windowed` is built; None: none has one.
+        conv_kernel: Tokens that the convolution of linear attention reads; None: no layer has linear attention.
     """
     size, rank = (1, 0) if group is None else (dist.get_world_size(group), dist.get_rank(group))
     segments = rank_segments(size, rank, lens, prefixes)
@@ -129,6 +134,8 @@ def pack(
     if window is not None:
         packed.windowed = replace(packed, groups=[])
         _plan(packed.windowed, segments.cut(window), count, count // size, device, dtype, extends=False, window=window)
+    if conv_kernel is not None:
+        packed.linear = plan_linear_attention(lens, prefixes, conv_kernel, device)
     return packed
 
 

@@ -47,6 +47,7 @@ from mrl.megatron.context_parallel import ContextTargets
 from mrl.megatron.cpu.fp8_emulation import check_emulation, emulate_fp8
 from mrl.megatron.cpu.layers import CompiledNorm, adds_gradient, compiled_layer, compiles
 from mrl.megatron.distillation_targets import DistillationTargets
+from mrl.megatron.linear_attention import GatedDeltaNet, check_linear_attention
 from mrl.megatron.moe import load_balance, moe_config, with_router
 from mrl.megatron.norm import PostNorm, RMSNorm
 from mrl.megatron.on_policy_layers import BatchInvariantHead, Tables, batch_invariant_layer, engine_rotary_tables
@@ -299,6 +300,7 @@ def build_chunks(
         # Megatron imports TransformerEngine for these
         given = {name: value for name, value in given.items() if name not in FP8_FIELDS}
     config = transformer_config(arch, parallel, actor, dtype=dtype, te=te, given=given)
+    check_linear_attention(arch, parallel, exact=exact_positions > 0)
     balance = balance or load_balance(arch, actor)
     stages = parallel.virtual_pipeline_model_parallel_size or 1
     virtual = stages > 1
@@ -307,8 +309,9 @@ def build_chunks(
         check_alike(dtype)
         tables = engine_rotary_tables(arch, exact_positions, dtype)
     compiled = False
-    # the compiled attention has no sinks, and the compiled MLP no clamped activation
-    if not (te or exact_positions or arch.attention_sinks) and device is not None and device.type == "cpu":
+    # the compiled attention has no sinks and no linear attention, and the compiled MLP no clamped activation
+    plain = te or exact_positions or arch.attention_sinks or arch.linear_attention is not None
+    if not plain and device is not None and device.type == "cpu":
         compiled = compiles(dtype)
     options: dict[str, Any] = {"balance": balance, "tables": tables, "compiled": compiled}
     with explain_errors("transformer", given):
@@ -380,6 +383,7 @@ def _own_fields(
         gated_linear_unit=True,
         softmax_scale=arch.attention_scale,
         layernorm_zero_centered_gamma=arch.zero_centered_norms,
+        attention_output_gate=arch.output_gate,
         hidden_dropout=0.0,
         attention_dropout=0.0,
         tensor_model_parallel_size=parallel.tensor_model_parallel_size,
@@ -484,11 +488,14 @@ def _block_spec(
     """
     first = get_transformer_layer_offset(config, vp_stage=vp_stage)
     numbers = range(first, first + get_num_layers_to_build(config, vp_stage=vp_stage))
-    kinds = {
-        moe: (_te_layer if te else _local_layer)(config, arch, moe, balance, tables=tables, compiled=compiled)
-        for moe in {arch.moe if layer in arch.moe_layers else None for layer in numbers}
+    kinds = [(layer in arch.moe_layers, layer in arch.linear_layers) for layer in numbers]
+    built = {
+        kind: (_te_layer if te else _local_layer)(
+            *(config, arch, arch.moe if kind[0] else None, balance), linear=kind[1], tables=tables, compiled=compiled
+        )
+        for kind in sorted(set(kinds))
     }
-    specs = [kinds[arch.moe if layer in arch.moe_layers else None] for layer in numbers]
+    specs = [built[kind] for kind in kinds]
     norm = LayerNormImpl if te else CompiledNorm if compiled or tables is not None else RMSNorm
     return TransformerBlockSubmodules(layer_specs=specs, layer_norm=norm)
 
@@ -516,10 +523,11 @@ def _local_layer(
     moe: MoeSpec | None,
     balance: LoadBalance | None,
     *,
+    linear: bool,
     tables: tuple[Tables, Tables] | None,
     compiled: bool,
 ) -> ModuleSpec:
-    """Returns the spec of a local layer of Megatron's; arguments as for `_block_spec`."""
+    """Returns the spec of a local layer of Megatron's, with linear attention or not; arguments as for `_block_spec`."""
     layer: ModuleSpec = get_gpt_layer_local_spec(
         qk_layernorm=config.qk_layernorm, normalization="RMSNorm", **_experts(config, moe)
     )
@@ -534,6 +542,9 @@ def _local_layer(
         return compiled_layer(layer, qk_norm=config.qk_layernorm, moe=moe is not None)
     parts = layer.submodules
     parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm
+    if linear:
+        parts.self_attention = ModuleSpec(module=GatedDeltaNet, params={"linear": arch.linear_attention})
+        return layer
     attention = parts.self_attention.submodules
     attention.core_attention = CoreAttention if arch.local_rope_theta is None else RotatingAttention
     if config.qk_layernorm:

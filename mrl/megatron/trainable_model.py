@@ -130,6 +130,7 @@ class TrainableModel:
             replay=config.actor.router_replay != "none",
             compiled=self.chunks[0].compiled,
             row_unit=row_unit(groups.grid, config.megatron.transformer),
+            conv_kernel=None if arch.linear_attention is None else arch.linear_attention.conv_kernel,
         )
         actor = config.actor
         offloaded = zip(PARTS, (actor.param_offload, actor.grad_offload, actor.optimizer_offload), strict=True)

@@ -62,6 +62,8 @@ def _missing_layers(arch: ArchSpec) -> str | None:
     """Returns why a model cannot be built of TransformerEngine's layers; None: it can."""
     if arch.post_norms or arch.local_rope_theta is not None:
         return f"mrl has no {arch.family} layers of TransformerEngine's, with norms of outputs and two rotary bases"
+    if arch.output_gate or arch.linear_attention is not None:
+        return f"mrl has no {arch.family} layers of TransformerEngine's, with linear attention and output gates"
     return None
 
 

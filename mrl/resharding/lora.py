@@ -205,8 +205,13 @@ def adapted_modules(arch: ArchSpec, lora: LoraConfig) -> dict[str, tuple[int, in
 
     Raises:
         UserError: An entry of `target_modules` or `exclude_modules` names no module, or no module is left, or shared
-            adapters would belong to some of a layer's experts only, or to none.
+            adapters would belong to some of a layer's experts only, or to none, or the model has linear attention.
     """
+    if arch.linear_attention is not None or arch.output_gate:
+        raise UserError(
+            f"actor.lora.rank={lora.rank}: this {arch.family} model has linear attention and output gates, for which "
+            "mrl has no adapters. Remove the section to train all weights."
+        )
     modules = dict(_linear_modules(arch))
     for key, entries in (("target_modules", lora.target_modules), ("exclude_modules", lora.exclude_modules)):
         for entry in entries:

@@ -23,23 +23,30 @@ from mrl.distributed.collectives import sum_in_rank_order
 from mrl.engines.native.experts import DOWN_BIAS, NAMES, FindAdapters, MoeLayer
 from mrl.engines.native.fp8_scales import Scales
 from mrl.engines.native.kv_cache import KVCache
+from mrl.engines.native.linear_attention import GatedDeltaNet, SequenceStates
 from mrl.engines.native.packed_linear import Linear, LinearAdapters, compute_dtype
-from mrl.engines.native.torch_ops import Attention, HeadNorms, Heads, Operations
-from mrl.models.base import Activation, ArchSpec, rotary_kinds
+from mrl.engines.native.torch_ops import Attention, HeadNorms, Heads, Operations, Rotation
+from mrl.models.base import Activation, ArchSpec, linear_attention_of, rotary_kinds
 from mrl.models.kernels.rope_tables import rotary_tables
 from mrl.resharding.native import expert_shard
 
 
 @dataclass
-class _Layer:
-    input_norm: Tensor
+class _SoftmaxAttention:
+    index: int  # among the layers with softmax attention
     qkv: Linear
     head_norms: HeadNorms | None
     sinks: Tensor | None
     o: Linear
+    is_windowed: bool
+
+
+@dataclass
+class _Layer:
+    input_norm: Tensor
+    mixer: _SoftmaxAttention | GatedDeltaNet
     post_norm: Tensor
     mlp: Mlp | MoeLayer
-    is_windowed: bool
     out_norms: tuple[Tensor, Tensor] | None  # of the outputs of attention and MLP
 
 
@@ -117,7 +124,9 @@ class Decoder:
         self._embedding_scale = None if scale is None else float(torch.tensor(scale, dtype=self.dtype))
         self._moe_index = {layer: index for index, layer in enumerate(arch.moe_layers)}
         self._experts = self._moe_layers(ep_size, scales, operations, find)
-        self.is_capturable = all(experts.is_capturable for experts in self._experts.values())
+        # a captured step is replayed to warm up, which would advance the states of linear attention
+        self.is_capturable = arch.linear_attention is None
+        self.is_capturable &= all(experts.is_capturable for experts in self._experts.values())
         self.has_expert_adapters = any(experts.has_adapters for experts in self._experts.values())
         self._linears = {
             name: self._linear(name, weight, scales, find)
@@ -174,12 +183,12 @@ class Decoder:
     @property
     def reads(self) -> list[Tensor]:
         """Tensors that a forward reads, except its arguments and the cache; complete after `refresh`."""
-        norms = [
-            x
-            for each in self._layers
-            for x in (each.input_norm, each.post_norm, *(each.head_norms or ()), *(each.out_norms or ()))
-        ]
-        norms += [each.sinks for each in self._layers if each.sinks is not None]
+        norms = [x for each in self._layers for x in (each.input_norm, each.post_norm, *(each.out_norms or ()))]
+        for mixer in (each.mixer for each in self._layers):
+            if isinstance(mixer, GatedDeltaNet):
+                norms += mixer.reads
+            else:
+                norms += [*(mixer.head_norms or ()), *([] if mixer.sinks is None else [mixer.sinks])]
         tables = [table for heads in (self._heads, self._local_heads) for table in (heads.cos, heads.sin)]
         parts = [tensor for part in self._parts() for tensor in part.reads]
         return [self._embed_table, self._final_norm, *tables, *norms, *parts]
@@ -204,12 +213,9 @@ class Decoder:
         self._layers = [
             _Layer(
                 input_norm=vectors[f"layers.{i}.input_norm"],
-                qkv=self._linears[f"layers.{i}.qkv"],
-                head_norms=(vectors[f"layers.{i}.q_norm"], vectors[f"layers.{i}.k_norm"])
-                if f"layers.{i}.q_norm" in vectors
-                else None,
-                sinks=self._weights[f"layers.{i}.sinks"].float() if self._arch.attention_sinks else None,
-                o=self._linears[f"layers.{i}.o"],
+                mixer=self._linear_attention(i, vectors)
+                if i in self._arch.linear_layers
+                else self._softmax_attention(i, vectors),
                 post_norm=vectors[f"layers.{i}.post_norm"],
                 mlp=self._experts[i]
                 if i in self._experts
@@ -219,13 +225,37 @@ class Decoder:
                     self.operations,
                     self._arch.activation,
                 ),
-                is_windowed=i in self._arch.windowed_layers,
                 out_norms=(vectors[f"layers.{i}.attention_out_norm"], vectors[f"layers.{i}.mlp_out_norm"])
                 if self._arch.post_norms
                 else None,
             )
             for i in range(self._arch.num_layers)
         ]
+
+    def _softmax_attention(self, i: int, vectors: Mapping[str, Tensor]) -> _SoftmaxAttention:
+        has_norms = f"layers.{i}.q_norm" in vectors
+        return _SoftmaxAttention(
+            index=self._arch.softmax_layers.index(i),
+            qkv=self._linears[f"layers.{i}.qkv"],
+            head_norms=(vectors[f"layers.{i}.q_norm"], vectors[f"layers.{i}.k_norm"]) if has_norms else None,
+            sinks=self._weights[f"layers.{i}.sinks"].float() if self._arch.attention_sinks else None,
+            o=self._linears[f"layers.{i}.o"],
+            is_windowed=i in self._arch.windowed_layers,
+        )
+
+    def _linear_attention(self, i: int, vectors: Mapping[str, Tensor]) -> GatedDeltaNet:
+        linear = linear_attention_of(self._arch)
+        return GatedDeltaNet(
+            index=linear.layers.index(i),
+            linear=linear,
+            in_proj=self._linears[f"layers.{i}.linear_in"],
+            conv=self._weights[f"layers.{i}.linear_conv"].to(self.dtype),
+            decay_log=vectors[f"layers.{i}.linear_a_log"],
+            step_bias=vectors[f"layers.{i}.linear_dt_bias"],
+            norm=vectors[f"layers.{i}.linear_norm"],
+            eps=self._arch.rms_norm_eps,
+            o=self._linears[f"layers.{i}.linear_out"],
+        )
 
     def _parts(self) -> list[Linear | MoeLayer]:
         return [*self._linears.values(), *self._experts.values()]
@@ -251,6 +281,7 @@ class Decoder:
         attention: Attention,
         wanted_N: Tensor | None = None,
         routed_PLK: Tensor | None = None,
+        states: SequenceStates | None = None,
     ) -> Tensor:
         """Collective over the replica: computes hidden states after the final norm, [P, H], or [N, H] of `wanted_N`.
 
@@ -261,6 +292,7 @@ class Decoder:
             wanted_N: Indices of tokens whose state is returned; the others skip the last layer's MLP unless its routing
                 is recorded. None: all.
             routed_PLK: Output: experts of each token and layer; None: not recorded.
+            states: States of the sequences; None: no layer has linear attention.
         """
         norm, eps = partial(self.operations.norm, offset=self._arch.norm_offset), self._arch.rms_norm_eps
         everywhere = windowed = self.operations.rotation(self._heads, positions_P)
@@ -269,12 +301,14 @@ class Decoder:
         x_PH, share_PH = self._embed(tokens_P), None
         for i, layer in enumerate(self._layers):
             x_PH, normed_PH = norm(x_PH, layer.input_norm, eps, share_PH)
-            qkv = layer.qkv(normed_PH).view(normed_PH.size(0), -1, self._arch.head_dim)
-            rotate = windowed if layer.is_windowed else everywhere
-            mixed = attention(i, *rotate(qkv, layer.head_norms), layer.sinks).flatten(1)
+            if isinstance(layer.mixer, GatedDeltaNet):
+                mixed = layer.mixer.mix(normed_PH, states)
+            else:
+                rotate = windowed if layer.mixer.is_windowed else everywhere
+                mixed = self._attend(layer.mixer, normed_PH, rotate, attention)
             if wanted_N is not None and routed_PLK is None and i == len(self._layers) - 1:
                 x_PH, mixed = x_PH[wanted_N], mixed[wanted_N]
-            added_PH = self._sum(layer.o(mixed))
+            added_PH = self._sum(layer.mixer.o(mixed))
             if layer.out_norms is not None:
                 _, added_PH = norm(added_PH, layer.out_norms[0], eps)
             x_PH, normed_PH = norm(x_PH, layer.post_norm, eps, added_PH)
@@ -286,6 +320,14 @@ class Decoder:
                 _, share_PH = norm(share_PH, layer.out_norms[1], eps)
         _, normed_PH = norm(x_PH, self._final_norm, eps, share_PH)
         return normed_PH if wanted_N is None or routed_PLK is None else normed_PH[wanted_N]
+
+    def _attend(self, layer: _SoftmaxAttention, x_PH: Tensor, rotate: Rotation, attention: Attention) -> Tensor:
+        """Returns the inputs [P, N D] of the output projection."""
+        qkv, gate = layer.qkv(x_PH).view(x_PH.size(0), -1, self._arch.head_dim), None
+        if self._arch.output_gate:  # the gates follow queries, keys and values
+            qkv, gate = qkv[:, : -self.num_heads].contiguous(), qkv[:, -self.num_heads :].flatten(1)
+        mixed = attention(layer.index, *rotate(qkv, layer.head_norms), layer.sinks).flatten(1)
+        return mixed if gate is None else mixed * gate.sigmoid()
 
     @torch.inference_mode()
     def logits(self, hidden_NH: Tensor) -> Tensor:

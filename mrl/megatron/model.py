@@ -408,6 +408,7 @@ def _own_fields(
         # otherwise the schedule divides the loss, in place, by the number of microbatches
         calculate_per_token_loss=True,
         **_window(arch),
+        **_linear_attention(arch),
         **_activation(arch),
         **({"softmax_type": "learnable"} if arch.attention_sinks else {}),
         **recompute,
@@ -432,6 +433,13 @@ def _window(arch: ArchSpec) -> dict[str, Any]:
         return {}
     windowed = [int(layer in arch.windowed_layers) for layer in range(arch.num_layers)]
     return {"window_size": (arch.sliding_window - 1, 0), "window_attn_skip_freq": windowed}
+
+
+def _linear_attention(arch: ArchSpec) -> dict[str, Any]:
+    """Returns the field that makes Megatron write each layer of a checkpoint under a key of its own."""
+    if arch.linear_attention is None:
+        return {}
+    return {"linear_attention_freq": [int(layer in arch.linear_layers) for layer in range(arch.num_layers)]}
 
 
 def named_tensors(chunks: list[ScoringModel]) -> dict[str, Tensor]:

@@ -154,7 +154,7 @@ def longest(config: Config) -> int:
 
 def token_elements(arch: ArchSpec, tp: int, *, layers: int | None = None) -> int:
     """Returns the number of elements of a token's keys and values on an engine's rank."""
-    counted = arch.num_layers if layers is None else layers
+    counted = len(arch.softmax_layers) if layers is None else layers
     return 2 * counted * max(1, arch.num_kv_heads // tp) * arch.head_dim
 
 

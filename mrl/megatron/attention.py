@@ -17,6 +17,7 @@ import torch.distributed as dist
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
+from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.utils import is_layer_window_attention, make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
@@ -369,6 +370,19 @@ class PackedAttention(torch.nn.Module):
     def scale_of(self, query: Tensor) -> float:
         """Returns the scale of the scores."""
         return float(query.size(-1) ** -0.5 if self.scale is None else self.scale)
+
+
+class GatedSelfAttention(SelfAttention):  # type: ignore[misc]  # megatron.core has no types
+    """Megatron's self-attention with an output gate, also where several ranks share a key/value head."""
+
+    def get_query_key_value_tensors(self, *args: Any, **options: Any) -> Any:
+        """Returns queries, keys, values and gates of this rank's heads; Megatron returns the gates of a whole group."""
+        query, key, value, gate = super().get_query_key_value_tensors(*args, **options)
+        heads = query.size(2)
+        if gate.size(2) != heads:
+            first = self.pg_collection.tp.rank() % (gate.size(2) // heads) * heads
+            gate = gate[:, :, first : first + heads]
+        return query, key, value, gate
 
 
 class CoreAttention(PackedAttention):

@@ -41,7 +41,7 @@ from mrl.config.config import ActorConfig, MegatronConfig, ParallelConfig
 from mrl.config.megatron_fields.defaults import transformer_defaults
 from mrl.config.megatron_fields.fp8 import FIELDS as FP8_FIELDS
 from mrl.config.megatron_fields.fp8 import fp8_training
-from mrl.megatron.attention import CoreAttention, PackedSequences, RotatingAttention
+from mrl.megatron.attention import CoreAttention, GatedSelfAttention, PackedSequences, RotatingAttention
 from mrl.megatron.config_passthrough import check_te, explain_errors, megatron_values
 from mrl.megatron.context_parallel import ContextTargets
 from mrl.megatron.cpu.fp8_emulation import check_emulation, emulate_fp8
@@ -540,6 +540,8 @@ def _local_layer(
         qk_layernorm=config.qk_layernorm, normalization="RMSNorm", **_experts(config, moe)
     )
     layer = with_router(layer, moe, balance)
+    if arch.output_gate:
+        layer.submodules.self_attention.module = GatedSelfAttention
     if arch.post_norms:
         norm = CompiledNorm if compiled or tables is not None else RMSNorm
         post_norm = ModuleSpec(module=PostNorm, params={"config": config, "norm": norm})

@@ -200,11 +200,6 @@ def expert_shard(grid: ParallelLayout, rank: int) -> ExpertShard:
 def _interleaved_by_group(arch: ArchSpec, shard: TensorShard) -> list[Segment]:
     """Returns a rank's equal part of [group 0: queries, gates if there are any, key, value; group 1: ...]."""
     head, heads = arch.head_dim, arch.num_heads // arch.num_kv_heads
-    if arch.output_gate and shard.size > arch.num_kv_heads:
-        raise UserError(
-            f"{shard.key}={shard.size} is above the model's {arch.num_kv_heads} key/value heads; Megatron cannot share "
-            "a key/value head of attention with an output gate between ranks. Choose a divisor of the heads."
-        )
     fused: list[Segment] = []
     for group in range(arch.num_kv_heads):
         fused += query_rows(arch, range(group * heads, (group + 1) * heads))

@@ -50,7 +50,7 @@ EXPERTS = {
 FAMILIES = {
     "qwen3_next": {**EXPERTS, "mlp_only_layers": [2], "linear_conv_kernel_dim": 3},
     "qwen3_5_text": {"layer_types": ["linear_attention", "full_attention"] * 2, "tie_word_embeddings": True},
-    "qwen3_5_moe_text": EXPERTS,
+    "qwen3_5_moe_text": {**EXPERTS, "num_key_value_heads": 1},
 }
 LAYOUTS = {
     "single": ParallelLayout(1),
@@ -72,7 +72,7 @@ def batch_of():
 def model_of(family, root):
     """Folder, and log-probabilities and gradients by transformers in float64."""
     torch.manual_seed(5)
-    config = transformers.AutoConfig.for_model(family, **SIZES, **FAMILIES[family])
+    config = transformers.AutoConfig.for_model(family, **{**SIZES, **FAMILIES[family]})
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager")
     with torch.no_grad():
         for key, value in model.named_parameters():
@@ -104,7 +104,7 @@ def by_megatron(folder, layout, dtype, *, shared, recompute="none"):
 
 CASES = [(family, "single", shared) for family in FAMILIES for shared in (False, True)]
 CASES += [("qwen3_5_text", "tp2_pp2", True), ("qwen3_5_text", "tp2", False), ("qwen3_next", "tp2_ep2", True)]
-CASES += [("qwen3_next", "pp2", True)]
+CASES += [("qwen3_next", "pp2", True), ("qwen3_5_moe_text", "tp2_ep2", True)]
 
 
 @pytest.mark.parametrize(("family", "layout", "shared"), CASES)

@@ -20,11 +20,6 @@ def linear_attention_rules(config: Config, arch: ArchSpec, grid: ParallelLayout)
             f"parallel.context_parallel_size={grid.cp}: {what}, whose state passes through all tokens of a sequence. "
             "Set it to 1, and raise parallel.tensor_model_parallel_size if memory is short."
         )
-    if grid.tp > arch.num_kv_heads:
-        yield (
-            f"parallel.tensor_model_parallel_size={grid.tp}: {what}, and Megatron cannot share one of its "
-            f"{arch.num_kv_heads} key/value heads between ranks. Set it to at most {arch.num_kv_heads}."
-        )
     if fp8_training(config.megatron.transformer) is not None:
         yield f"megatron.transformer.fp8: {what}, which mrl does not train in FP8. Remove it."
     if config.rollout.true_on_policy:

@@ -20,7 +20,7 @@ from mrl.resharding.dtypes import allocate
 from mrl.resharding.hf import hf_layout
 from mrl.resharding.trtllm import TrtllmMapping
 from tests.checkpoint.formats.test_hf import write_folder
-from tests.resharding.archs import small
+from tests.resharding.archs import LINEAR, small
 
 pytestmark = pytest.mark.slow
 
@@ -39,6 +39,8 @@ FAMILIES = {
     "qwen3_moe, dense layers": (small("qwen3_moe_tiny", **MOE, mlp_only_layers=[1, 3]), "bfloat16"),
     "gemma3_text": (small("gemma3_text_tiny", head_dim=6), "bfloat16"),
     "gpt_oss, fused": (small("gpt_oss_tiny"), "bfloat16"),
+    "qwen3_next": (small("qwen3_next_tiny", **MOE, **LINEAR), "bfloat16"),
+    "qwen3_5_text": (small("qwen3_5_text_tiny", **LINEAR), "float32"),
     "glm4_moe": (small("glm4_moe_tiny", **MOE, use_qk_norm=True, head_dim=4), "bfloat16"),
 }
 """101 rows of vocabulary, a prime; 8 query heads, 4 layers, 4 experts."""

@@ -104,11 +104,11 @@ class GatedDeltaNet(torch.nn.Module):
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
     ) -> dict[str, Any]:
         """Returns the parameters for a distributed checkpoint; those of heads are split over tensor-parallel ranks."""
-        own = {"conv1d.weight": self.conv1d.weight, "dt_bias": self.dt_bias, "A_log": self.A_log}
-        sharded: dict[str, Any] = make_sharded_tensors_for_checkpoint(
-            {**own, "norm.weight": self.norm.weight}, prefix, dict.fromkeys(own, 0), sharded_offsets
-        )
-        for name in ("in_proj", "out_proj"):
+        products = ("in_proj", "out_proj")
+        own = {name: value for name, value in self.named_parameters() if name.partition(".")[0] not in products}
+        split = {name: 0 for name, value in own.items() if getattr(value, "tensor_model_parallel", False)}
+        sharded: dict[str, Any] = make_sharded_tensors_for_checkpoint(own, prefix, split, sharded_offsets)
+        for name in products:
             sharded |= getattr(self, name).sharded_state_dict(f"{prefix}{name}.", sharded_offsets, metadata)
         return sharded
 

@@ -308,11 +308,7 @@ def build_chunks(
     if exact_positions:
         check_alike(dtype)
         tables = engine_rotary_tables(arch, exact_positions, dtype)
-    compiled = False
-    # the compiled attention has no sinks and no linear attention, and the compiled MLP no clamped activation
-    plain = te or exact_positions or arch.attention_sinks or arch.linear_attention is not None
-    if not plain and device is not None and device.type == "cpu":
-        compiled = compiles(dtype)
+    compiled = not (te or exact_positions) and _has_kernels(arch, device) and compiles(dtype)
     options: dict[str, Any] = {"balance": balance, "tables": tables, "compiled": compiled}
     with explain_errors("transformer", given):
         chunks = [
@@ -322,6 +318,12 @@ def build_chunks(
         for chunk in chunks:
             emulate_fp8(chunk, fp8)
     return chunks
+
+
+def _has_kernels(arch: ArchSpec, device: torch.device | None) -> bool:
+    """Returns whether the compiled CPU kernels compute a model: they have no sinks and no linear attention."""
+    on_cpu = device is not None and device.type == "cpu"
+    return on_cpu and not arch.attention_sinks and arch.linear_attention is None
 
 
 def transformer_config(

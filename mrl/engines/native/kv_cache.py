@@ -205,7 +205,8 @@ class KVCache:
         by_kind = [iter(zip(*rows.unbind(0), strict=True)) for rows in self._rows]
         pairs = [next(by_kind[window is not None]) for window in self.windows]
         self.keys, self.values = [key for key, _ in pairs], [value for _, value in pairs]
-        self.states, self.conv_inputs = ([*rows] for rows in self._state_rows or ([], []))
+        if self._state_rows:
+            self.states, self.conv_inputs = ([*each.unbind()] for each in self._state_rows)
 
     def free(self) -> None:
         """Releases the memory; `reserve` allocates it again, at the same addresses and in the same shape."""

@@ -50,7 +50,7 @@ class SequenceStates(Protocol):
 
 
 @dataclass(frozen=True)
-class GatedDeltaNet:
+class DeltaNetLayer:
     """Gated delta net of one layer on this rank.
 
     Attributes:

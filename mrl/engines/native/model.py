@@ -23,7 +23,7 @@ from mrl.distributed.collectives import sum_in_rank_order
 from mrl.engines.native.experts import DOWN_BIAS, NAMES, FindAdapters, MoeLayer
 from mrl.engines.native.fp8_scales import Scales
 from mrl.engines.native.kv_cache import KVCache
-from mrl.engines.native.linear_attention import GatedDeltaNet, SequenceStates
+from mrl.engines.native.linear_attention import DeltaNetLayer, SequenceStates
 from mrl.engines.native.packed_linear import Linear, LinearAdapters, compute_dtype
 from mrl.engines.native.torch_ops import Attention, HeadNorms, Heads, Operations, Rotation
 from mrl.models.base import Activation, ArchSpec, linear_attention_of, rotary_kinds
@@ -44,7 +44,7 @@ class _SoftmaxAttention:
 @dataclass
 class _Layer:
     input_norm: Tensor
-    mixer: _SoftmaxAttention | GatedDeltaNet
+    mixer: _SoftmaxAttention | DeltaNetLayer
     post_norm: Tensor
     mlp: Mlp | MoeLayer
     out_norms: tuple[Tensor, Tensor] | None  # of the outputs of attention and MLP
@@ -185,7 +185,7 @@ class Decoder:
         """Tensors that a forward reads, except its arguments and the cache; complete after `refresh`."""
         norms = [x for each in self._layers for x in (each.input_norm, each.post_norm, *(each.out_norms or ()))]
         for mixer in (each.mixer for each in self._layers):
-            if isinstance(mixer, GatedDeltaNet):
+            if isinstance(mixer, DeltaNetLayer):
                 norms += mixer.reads
             else:
                 norms += [*(mixer.head_norms or ()), *([] if mixer.sinks is None else [mixer.sinks])]
@@ -243,9 +243,9 @@ class Decoder:
             is_windowed=i in self._arch.windowed_layers,
         )
 
-    def _linear_attention(self, i: int, vectors: Mapping[str, Tensor]) -> GatedDeltaNet:
+    def _linear_attention(self, i: int, vectors: Mapping[str, Tensor]) -> DeltaNetLayer:
         linear = linear_attention_of(self._arch)
-        return GatedDeltaNet(
+        return DeltaNetLayer(
             index=linear.layers.index(i),
             linear=linear,
             in_proj=self._linears[f"layers.{i}.linear_in"],
@@ -301,7 +301,7 @@ class Decoder:
         x_PH, share_PH = self._embed(tokens_P), None
         for i, layer in enumerate(self._layers):
             x_PH, normed_PH = norm(x_PH, layer.input_norm, eps, share_PH)
-            if isinstance(layer.mixer, GatedDeltaNet):
+            if isinstance(layer.mixer, DeltaNetLayer):
                 mixed = layer.mixer.mix(normed_PH, states)
             else:
                 rotate = windowed if layer.mixer.is_windowed else everywhere

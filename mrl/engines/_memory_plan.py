@@ -157,7 +157,7 @@ def token_elements(arch: ArchSpec, tp: int, *, layers: int | None = None) -> int
 
     With latent attention each rank has the latent vector and the rotated key, of which the values are products.
     """
-    counted = arch.num_layers if layers is None else layers
+    counted = len(arch.softmax_layers) if layers is None else layers
     if arch.mla is not None:
         return counted * arch.mla.cache_dim
     return 2 * counted * max(1, arch.num_kv_heads // tp) * arch.head_dim

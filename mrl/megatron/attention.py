@@ -17,12 +17,14 @@ import torch.distributed as dist
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
+from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.utils import is_layer_window_attention, make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
 from mrl.data.shared_prefix import SharedPrefixes
 from mrl.megatron.attention_segments import AttentionSegments, rank_segments
 from mrl.megatron.deterministic_gather import RowGather, gather_plan
+from mrl.megatron.linear_attention_plan import LinearAttentionPlan, plan_linear_attention
 from mrl.megatron.router import Routing
 from mrl.models.kernels.rope_tables import rotate
 from mrl.models.kernels.sdpa import attend
@@ -76,6 +78,7 @@ class PackedSequences(PackedSeqParams):  # type: ignore[misc]  # megatron.core h
         angles: Rotary angles of each row of this rank, for attention that rotates queries and keys; set by the model.
         local_angles: The same of layers with a sliding window; None: those of all layers.
         windowed: Plan of the layers with a sliding window; None if no layer has one, or attention needs no other plan.
+        linear: Plan of the layers with linear attention; None if no layer has it.
     """
 
     groups: list[QueryGroup] = field(default_factory=list)
@@ -90,6 +93,7 @@ class PackedSequences(PackedSeqParams):  # type: ignore[misc]  # megatron.core h
     angles: Angles | None = None
     local_angles: Angles | None = None
     windowed: PackedSequences | None = None
+    linear: LinearAttentionPlan | None = None
 
     def angles_of(self, window: int | None) -> Angles:
         """Returns the rotary angles of a layer with this sliding window."""
@@ -107,6 +111,7 @@ def pack(
     *,
     dtype: torch.dtype = torch.float32,
     window: int | None = None,
+    conv_kernel: int | None = None,
 ) -> PackedSequences:
     """Builds the plan for `CoreAttention`; the distinct tokens lie in the order of their numbers.
 
@@ -120,6 +125,7 @@ def pack(
         group: Ranks that share the microbatch; the number of distinct tokens is a multiple of twice their number.
         dtype: Dtype of queries and keys.
         window: Sliding window of some layers, for which `PackedSequences.windowed` is built; None: none has one.
+        conv_kernel: Tokens that the convolution of linear attention reads; None: no layer has linear attention.
     """
     size, rank = (1, 0) if group is None else (dist.get_world_size(group), dist.get_rank(group))
     segments = rank_segments(size, rank, lens, prefixes)
@@ -129,6 +135,8 @@ def pack(
     if window is not None:
         packed.windowed = replace(packed, groups=[])
         _plan(packed.windowed, segments.cut(window), count, count // size, device, dtype, extends=False, window=window)
+    if conv_kernel is not None:
+        packed.linear = plan_linear_attention(lens, prefixes, conv_kernel, device)
     return packed
 
 
@@ -362,6 +370,19 @@ class PackedAttention(torch.nn.Module):
     def scale_of(self, query: Tensor) -> float:
         """Returns the scale of the scores."""
         return float(query.size(-1) ** -0.5 if self.scale is None else self.scale)
+
+
+class GatedSelfAttention(SelfAttention):  # type: ignore[misc]  # megatron.core has no types
+    """Megatron's self-attention with an output gate, also where several ranks share a key/value head."""
+
+    def get_query_key_value_tensors(self, *args: Any, **options: Any) -> Any:
+        """Returns queries, keys, values and gates of this rank's heads; Megatron returns the gates of a whole group."""
+        query, key, value, gate = super().get_query_key_value_tensors(*args, **options)
+        heads = query.size(2)
+        if gate.size(2) != heads:
+            first = self.pg_collection.tp.rank() % (gate.size(2) // heads) * heads
+            gate = gate[:, :, first : first + heads]
+        return query, key, value, gate
 
 
 class CoreAttention(PackedAttention):

@@ -74,6 +74,7 @@ class ForwardBackward:
         replay: bool = False,
         compiled: bool = False,
         row_unit: int | None = None,
+        conv_kernel: int | None = None,
     ) -> None:
         """Stores the chunks and settings.
 
@@ -91,12 +92,14 @@ class ForwardBackward:
                 batches.
             compiled: True if attention uses the compiled CPU kernels.
             row_unit: Divisor of a microbatch's number of rows; None: the smallest that the layout allows.
+            conv_kernel: Tokens that the convolution of linear attention reads; None: no layer has linear attention.
         """
         self._chunks, self._groups, self._device = list(chunks), groups, device
         self._max_tokens, self._te, self.share_prefixes = max_tokens, te, share_prefixes
         self._num_experts, self._layers = num_experts, layers
         self._equal_lengths, self.replay, self._compiled = equal_lengths, replay, compiled
         self._row_unit = smallest_row_unit(groups.grid) if row_unit is None else row_unit
+        self._conv_kernel = conv_kernel
         config: Any = self._chunks[0].config
         self._window = sliding_window(config)
         self.distillation: DistillationSpec | None = None
@@ -293,7 +296,15 @@ class ForwardBackward:
         if self._compiled:
             return pack_compiled(layout.lens, layout.prefixes, group)
         config: Any = self._chunks[0].config
-        return pack(layout.lens, layout.prefixes, self._device, group, dtype=config.params_dtype, window=self._window)
+        return pack(
+            layout.lens,
+            layout.prefixes,
+            self._device,
+            group,
+            dtype=config.params_dtype,
+            window=self._window,
+            conv_kernel=self._conv_kernel,
+        )
 
 
 def _to_device(batch: RolloutBatch, device: torch.device) -> RolloutBatch:

@@ -41,13 +41,14 @@ from mrl.config.config import ActorConfig, MegatronConfig, ParallelConfig
 from mrl.config.megatron_fields.defaults import transformer_defaults
 from mrl.config.megatron_fields.fp8 import FIELDS as FP8_FIELDS
 from mrl.config.megatron_fields.fp8 import fp8_training
-from mrl.megatron.attention import CoreAttention, PackedSequences, RotatingAttention
+from mrl.megatron.attention import CoreAttention, GatedSelfAttention, PackedSequences, RotatingAttention
 from mrl.megatron.config_passthrough import check_te, explain_errors, megatron_values
 from mrl.megatron.context_parallel import ContextTargets
 from mrl.megatron.cpu.fp8_emulation import check_emulation, emulate_fp8
 from mrl.megatron.cpu.layers import CompiledNorm, adds_gradient, compiled_layer, compiles
 from mrl.megatron.distillation_targets import DistillationTargets
 from mrl.megatron.latent_attention import latent_fields, with_latent_attention
+from mrl.megatron.linear_attention import GatedDeltaNet, check_linear_attention
 from mrl.megatron.moe import count_grouped_biases, load_balance, moe_config, with_router
 from mrl.megatron.norm import PostNorm, RMSNorm
 from mrl.megatron.on_policy_layers import BatchInvariantHead, Tables, batch_invariant_layer, engine_rotary_tables
@@ -310,6 +311,7 @@ def build_chunks(
         # Megatron imports TransformerEngine for these
         given = {name: value for name, value in given.items() if name not in FP8_FIELDS}
     config = transformer_config(arch, parallel, actor, dtype=dtype, te=te, given=given)
+    check_linear_attention(arch, parallel, exact=exact_positions > 0)
     balance = balance or load_balance(arch, actor)
     stages = parallel.virtual_pipeline_model_parallel_size or 1
     virtual = stages > 1
@@ -317,9 +319,7 @@ def build_chunks(
     if exact_positions:
         check_alike(dtype)
         tables = engine_rotary_tables(arch, exact_positions, dtype)
-    # the compiled attention has no sinks and no values of another size, and the compiled MLP no clamped activation
-    plain = not (te or exact_positions or arch.attention_sinks or arch.mla)
-    compiled = plain and device is not None and device.type == "cpu" and compiles(dtype)
+    compiled = not (te or exact_positions) and _has_kernels(arch, device) and compiles(dtype)
     options: dict[str, Any] = {"balance": balance, "tables": tables, "compiled": compiled}
     with explain_errors("transformer", given):
         chunks = [
@@ -331,6 +331,12 @@ def build_chunks(
         if fp8 is not None:
             emulate_fp8(chunk, fp8)
     return chunks
+
+
+def _has_kernels(arch: ArchSpec, device: torch.device | None) -> bool:
+    """Returns whether the compiled CPU kernels compute a model: they have no sinks, no latent or linear attention."""
+    on_cpu = device is not None and device.type == "cpu"
+    return on_cpu and not arch.attention_sinks and arch.mla is None and arch.linear_attention is None
 
 
 def transformer_config(
@@ -394,6 +400,7 @@ def _own_fields(
         gated_linear_unit=True,
         softmax_scale=arch.attention_scale if arch.mla is None else None,
         layernorm_zero_centered_gamma=arch.zero_centered_norms,
+        attention_output_gate=arch.output_gate,
         hidden_dropout=0.0,
         attention_dropout=0.0,
         tensor_model_parallel_size=parallel.tensor_model_parallel_size,
@@ -419,6 +426,7 @@ def _own_fields(
         calculate_per_token_loss=True,
         **_window(arch),
         **latent_fields(arch),
+        **_linear_attention(arch),
         **_activation(arch),
         **({"softmax_type": "learnable"} if arch.attention_sinks else {}),
         **recompute,
@@ -443,6 +451,13 @@ def _window(arch: ArchSpec) -> dict[str, Any]:
         return {}
     windowed = [int(layer in arch.windowed_layers) for layer in range(arch.num_layers)]
     return {"window_size": (arch.sliding_window - 1, 0), "window_attn_skip_freq": windowed}
+
+
+def _linear_attention(arch: ArchSpec) -> dict[str, Any]:
+    """Returns the field that makes Megatron write each layer of a checkpoint under a key of its own."""
+    if arch.linear_attention is None:
+        return {}
+    return {"linear_attention_freq": [int(layer in arch.linear_layers) for layer in range(arch.num_layers)]}
 
 
 def named_tensors(chunks: list[ScoringModel]) -> dict[str, Tensor]:
@@ -499,11 +514,14 @@ def _block_spec(
     """
     first = get_transformer_layer_offset(config, vp_stage=vp_stage)
     numbers = range(first, first + get_num_layers_to_build(config, vp_stage=vp_stage))
-    kinds = {
-        moe: (_te_layer if te else _local_layer)(config, arch, moe, balance, tables=tables, compiled=compiled)
-        for moe in {arch.moe if layer in arch.moe_layers else None for layer in numbers}
+    kinds = [(layer in arch.moe_layers, layer in arch.linear_layers) for layer in numbers]
+    built = {
+        kind: (_te_layer if te else _local_layer)(
+            *(config, arch, arch.moe if kind[0] else None, balance), linear=kind[1], tables=tables, compiled=compiled
+        )
+        for kind in sorted(set(kinds))
     }
-    specs = [kinds[arch.moe if layer in arch.moe_layers else None] for layer in numbers]
+    specs = [built[kind] for kind in kinds]
     norm = LayerNormImpl if te else CompiledNorm if compiled or tables is not None else RMSNorm
     return TransformerBlockSubmodules(layer_specs=specs, layer_norm=norm)
 
@@ -549,10 +567,11 @@ def _local_layer(
     moe: MoeSpec | None,
     balance: LoadBalance | None,
     *,
+    linear: bool,
     tables: tuple[Tables, Tables] | None,
     compiled: bool,
 ) -> ModuleSpec:
-    """Returns the spec of a local layer of Megatron's; arguments as for `_block_spec`."""
+    """Returns the spec of a local layer of Megatron's, with linear attention or not; arguments as for `_block_spec`."""
     layer: ModuleSpec = get_gpt_layer_local_spec(
         qk_layernorm=config.qk_layernorm,
         normalization="RMSNorm",
@@ -560,6 +579,8 @@ def _local_layer(
         **_experts(config, moe),
     )
     layer = with_router(layer, moe, balance)
+    if arch.output_gate:
+        layer.submodules.self_attention.module = GatedSelfAttention
     if arch.post_norms:
         _add_post_norms(layer, config, CompiledNorm if compiled or tables is not None else RMSNorm)
     if tables is not None:
@@ -568,6 +589,9 @@ def _local_layer(
         return compiled_layer(layer, qk_norm=config.qk_layernorm, moe=moe is not None)
     parts = layer.submodules
     parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm
+    if linear:
+        parts.self_attention = ModuleSpec(module=GatedDeltaNet, params={"linear": arch.linear_attention})
+        return layer
     attention = parts.self_attention.submodules
     attention.core_attention = _core_attention(arch)
     if arch.mla is not None:

@@ -89,11 +89,10 @@ class TrainableModel:
             device: Device of the model.
         """
         self._config, self._arch, self._groups, self.device = config.actor, arch, groups, device
-        self._megatron = config.megatron
         self._dtype: torch.dtype = getattr(torch, config.model.dtype)
         self._te = why_local(config, arch, device.type) is None
         self._exact = self.used_by_engine and config.rollout.true_on_policy
-        self._balance = load_balance(arch, config.actor)
+        self._balance, self._megatron = load_balance(arch, config.actor), config.megatron
         self.chunks = build_chunks(
             arch,
             config.parallel,
@@ -130,6 +129,7 @@ class TrainableModel:
             replay=config.actor.router_replay != "none",
             compiled=self.chunks[0].compiled,
             row_unit=row_unit(groups.grid, config.megatron.transformer),
+            conv_kernel=None if arch.linear_attention is None else arch.linear_attention.conv_kernel,
         )
         actor = config.actor
         offloaded = zip(PARTS, (actor.param_offload, actor.grad_offload, actor.optimizer_offload), strict=True)

@@ -58,6 +58,7 @@ ATTENTION: tuple[ParamSpec, ...] = (
         trtllm=("transformer.layers.{layer}.attention.qkv.weight",),
         kind=ShardKind.QKV,
         place=PipelineStage.LAYER,
+        layers=LayerKind.SOFTMAX,
     ),
     ParamSpec(
         hf=(
@@ -71,6 +72,7 @@ ATTENTION: tuple[ParamSpec, ...] = (
         trtllm=("transformer.layers.{layer}.attention.qkv.bias",),
         kind=ShardKind.QKV,
         place=PipelineStage.LAYER,
+        layers=LayerKind.SOFTMAX,
         when=lambda arch: arch.qkv_bias,
     ),
     ParamSpec(
@@ -81,6 +83,7 @@ ATTENTION: tuple[ParamSpec, ...] = (
         trtllm=("transformer.layers.{layer}.attention.q_layernorm.weight",),
         kind=ShardKind.REPLICATED,
         place=PipelineStage.LAYER,
+        layers=LayerKind.SOFTMAX,
         when=lambda arch: arch.qk_norm,
     ),
     ParamSpec(
@@ -91,6 +94,7 @@ ATTENTION: tuple[ParamSpec, ...] = (
         trtllm=("transformer.layers.{layer}.attention.k_layernorm.weight",),
         kind=ShardKind.REPLICATED,
         place=PipelineStage.LAYER,
+        layers=LayerKind.SOFTMAX,
         when=lambda arch: arch.qk_norm,
     ),
     ParamSpec(
@@ -101,6 +105,7 @@ ATTENTION: tuple[ParamSpec, ...] = (
         trtllm=("transformer.layers.{layer}.attention.dense.weight",),
         kind=ShardKind.ROW,
         place=PipelineStage.LAYER,
+        layers=LayerKind.SOFTMAX,
     ),
     ParamSpec(
         hf=("model.layers.{layer}.self_attn.o_proj.bias",),
@@ -109,6 +114,7 @@ ATTENTION: tuple[ParamSpec, ...] = (
         native="layers.{layer}.o_bias",
         kind=ShardKind.REPLICATED,
         place=PipelineStage.LAYER,
+        layers=LayerKind.SOFTMAX,
         when=lambda arch: arch.output_bias,
     ),
     ParamSpec(
@@ -118,6 +124,7 @@ ATTENTION: tuple[ParamSpec, ...] = (
         native="layers.{layer}.sinks",
         kind=ShardKind.COLUMN,
         place=PipelineStage.LAYER,
+        layers=LayerKind.SOFTMAX,
         when=lambda arch: arch.attention_sinks,
     ),
 )

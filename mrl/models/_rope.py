@@ -58,11 +58,13 @@ class RopeRules:
         types: Rotary types.
         aliases: Further names of these types.
         partial: True if a part of each head may be rotated.
+        without_effect: Settings that do not affect text, of models with a vision tower.
     """
 
     types: tuple[str, ...] = ROPE_TYPES
     aliases: Mapping[str, str] | None = None
     partial: bool = False
+    without_effect: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -152,7 +154,7 @@ def _read(config: Mapping[str, Any], key: str, defaults: Mapping[str, Any], rule
             f"config.json: rope_type is {shown(kind)} in {key}; mrl supports {', '.join(map(repr, rules.types))}."
         )
     known = (*_COMMON, *_PARTS[kind])
-    ignored = ("rope_type", "type", *_WITHOUT_EFFECT)
+    ignored = ("rope_type", "type", *_WITHOUT_EFFECT, *rules.without_effect)
     unknown = [part for part in rope if part not in (*known, *ignored) and rope[part] is not None]
     if unknown:
         raise UserError(

@@ -128,6 +128,42 @@ class MlaSpec:
         return self.kv_lora_rank + self.qk_rope_head_dim
 
 
+@dataclass(frozen=True)
+class LinearAttentionSpec:
+    """Gated delta nets (arXiv 2412.06464) instead of softmax attention in some layers.
+
+    Attributes:
+        layers: Indices of these layers, ascending.
+        num_key_heads: Heads of queries and keys.
+        num_value_heads: Heads of values, a multiple of `num_key_heads`; consecutive ones share a key head.
+        key_head_dim: Dimensions of a head's query and key.
+        value_head_dim: Dimensions of a head's value.
+        conv_kernel: Tokens that the causal convolution over queries, keys and values reads, the token's own included.
+    """
+
+    layers: tuple[int, ...]
+    num_key_heads: int
+    num_value_heads: int
+    key_head_dim: int
+    value_head_dim: int
+    conv_kernel: int
+
+    @property
+    def key_size(self) -> int:
+        """Rows of the projection of all keys."""
+        return self.num_key_heads * self.key_head_dim
+
+    @property
+    def value_size(self) -> int:
+        """Rows of the projection of all values."""
+        return self.num_value_heads * self.value_head_dim
+
+    @property
+    def channels(self) -> int:
+        """Channels of the convolution: queries, keys and values."""
+        return 2 * self.key_size + self.value_size
+
+
 Activation = Literal["silu", "gelu_tanh"]
 
 
@@ -157,6 +193,9 @@ class ArchSpec:
         scaled_embeddings: True if embeddings are multiplied by `embedding_scale`.
         mla: Latent attention; None: queries, keys and values are products of the hidden state. With it `head_dim` is
             that of queries and keys, and each head has its own key and value.
+        output_gate: True if the query projection also gives a gate for each dimension of a head, whose sigmoid
+            multiplies the output of softmax attention. Its rows follow those of the head's query.
+        linear_attention: Gated delta nets in some layers; None: softmax attention in every layer.
     """
 
     family: str
@@ -188,6 +227,8 @@ class ArchSpec:
     post_norms: bool = False
     scaled_embeddings: bool = False
     mla: MlaSpec | None = None
+    output_gate: bool = False
+    linear_attention: LinearAttentionSpec | None = None
 
     def window_of(self, layer: int) -> int | None:
         """Returns the sliding window of a layer's attention; None: the layer attends to all earlier tokens."""
@@ -208,6 +249,16 @@ class ArchSpec:
         """Indices of the layers with experts."""
         dense = range(self.num_layers) if self.moe is None else self.moe.dense_layers
         return tuple(layer for layer in range(self.num_layers) if layer not in dense)
+
+    @property
+    def linear_layers(self) -> tuple[int, ...]:
+        """Indices of the layers with linear attention."""
+        return () if self.linear_attention is None else self.linear_attention.layers
+
+    @property
+    def softmax_layers(self) -> tuple[int, ...]:
+        """Indices of the layers with softmax attention."""
+        return tuple(layer for layer in range(self.num_layers) if layer not in self.linear_layers)
 
     @property
     def has_dense_layers(self) -> bool:
@@ -240,13 +291,23 @@ def rotary_kinds(arch: ArchSpec) -> tuple[ArchSpec, ArchSpec]:
 def layer_kinds(arch: ArchSpec) -> list[tuple[ArchSpec, int]]:
     """Returns (model with one layer, number of such layers) for each kind of layer, those with experts first.
 
-    Kinds differ in the MLP. Sizes of the whole model are sums over these. Sliding windows are left out.
+    Kinds differ in the MLP and in whether attention is linear. Sizes of the whole model are sums over these. Sliding
+    windows are left out.
     """
-    one = replace(arch, num_layers=1, sliding_window=None, windowed_layers=())
-    experts = len(arch.moe_layers)
-    kinds = [(one if arch.moe is None else replace(one, moe=replace(arch.moe, dense_layers=())), experts)]
-    kinds.append((replace(one, moe=None), arch.num_layers - experts))
-    return [(kind, count) for kind, count in kinds if count]
+    counts: dict[tuple[bool, bool], int] = {}
+    for layer in range(arch.num_layers):
+        kind = layer not in arch.moe_layers, layer in arch.linear_layers
+        counts[kind] = counts.get(kind, 0) + 1
+    return [(_one_layer(arch, *kind), counts[kind]) for kind in sorted(counts)]
+
+
+def _one_layer(arch: ArchSpec, is_dense: bool, is_linear: bool) -> ArchSpec:
+    """Returns the model with a single layer of a kind."""
+    moe = None if arch.moe is None or is_dense else replace(arch.moe, dense_layers=())
+    linear = None
+    if arch.linear_attention is not None and is_linear:
+        linear = replace(arch.linear_attention, layers=(0,))
+    return replace(arch, num_layers=1, sliding_window=None, windowed_layers=(), moe=moe, linear_attention=linear)
 
 
 def critic_of(arch: ArchSpec) -> ArchSpec:
@@ -276,8 +337,23 @@ def mla_of(arch: ArchSpec) -> MlaSpec:
     return arch.mla
 
 
+def linear_attention_of(arch: ArchSpec) -> LinearAttentionSpec:
+    """Returns the linear attention of a model.
+
+    Raises:
+        ValueError: The model has none.
+    """
+    if arch.linear_attention is None:
+        raise ValueError(f"this {arch.family} model has no linear attention")
+    return arch.linear_attention
+
+
 class ShardKind(Enum):
-    """Sharding of a parameter under tensor and expert parallelism; each layout of `resharding/` has a rule per kind."""
+    """Sharding of a parameter under tensor and expert parallelism; each layout of `resharding/` has a rule per kind.
+
+    KEY_HEADS: rows of linear attention. The rows of each part are divided evenly among the key heads; a rank stores,
+    for each of its key heads, the rows of every part.
+    """
 
     REPLICATED = "replicated"
     VOCAB = "vocab"
@@ -285,6 +361,7 @@ class ShardKind(Enum):
     ROW = "row"
     QKV = "qkv"
     GATE_UP = "gate_up"
+    KEY_HEADS = "key_heads"
     EXPERT_GATE_UP = "expert_gate_up"
     EXPERT_DOWN = "expert_down"
     EXPERT_REPLICATED = "expert_replicated"
@@ -296,11 +373,13 @@ class ShardKind(Enum):
 
 
 class LayerKind(Enum):
-    """Layers that have a parameter: all, those with a dense MLP, or those with experts."""
+    """Layers that have a parameter: all, those with one kind of MLP, or those with one kind of attention."""
 
     ALL = "all"
     DENSE = "dense"
     MOE = "moe"
+    SOFTMAX = "softmax"
+    LINEAR = "linear"
 
 
 class PipelineStage(Enum):
@@ -321,7 +400,8 @@ class ParamSpec:
 
     Attributes:
         hf: Hugging Face names in the order in which Megatron fuses them (q, k, v; gate, up). A single name if the
-            checkpoint has the fused tensor, with its rows in this order.
+            checkpoint has the fused tensor, with its rows in this order; a name that is there several times has the
+            rows of these parts one after another.
         shapes: Shape of each part, written in the words of `dims`: "q hidden" is [num_heads x head_dim, hidden_size].
         megatron: Megatron-Core name under the local layer spec.
         megatron_te: Megatron-Core name under TransformerEngine's layer spec, if different.
@@ -356,10 +436,12 @@ def dims(arch: ArchSpec) -> dict[str, int]:
     """Returns the size of each word that `ParamSpec.shapes` uses."""
     return {
         **_latent_dims(arch),
+        **_linear_dims(arch),
         "vocab": arch.vocab_size,
         "hidden": arch.hidden_size,
         "ffn": arch.intermediate_size,
         "q": arch.num_heads * arch.head_dim,
+        "q_gate": 2 * arch.num_heads * arch.head_dim,
         "kv": arch.num_kv_heads * arch.head_dim,
         "head": arch.head_dim,
         "heads": arch.num_heads,
@@ -380,6 +462,21 @@ def _latent_dims(arch: ArchSpec) -> dict[str, int]:
         "kv_latent_rope": mla.cache_dim,
         "kv_up": arch.num_heads * (mla.qk_nope_head_dim + mla.v_head_dim),
         "v": arch.num_heads * mla.v_head_dim,
+    }
+
+
+def _linear_dims(arch: ArchSpec) -> dict[str, int]:
+    linear = arch.linear_attention
+    if linear is None:
+        return {}
+    return {
+        "linear_key": linear.key_size,
+        "linear_value": linear.value_size,
+        "linear_qkvz": linear.channels + linear.value_size,
+        "linear_heads": linear.num_value_heads,
+        "linear_ba": 2 * linear.num_value_heads,
+        "linear_value_head": linear.value_head_dim,
+        "linear_kernel": linear.conv_kernel,
     }
 
 
@@ -416,8 +513,8 @@ class Family:
             for a structure that mrl does not implement.
         arch_to_hf: Function from an ArchSpec to config.json.
         trtllm_architecture: `architecture` in TensorRT-LLM's config.json; None: TensorRT-LLM has no such model.
-        extra_layers: True if a checkpoint may have layers after the last, for multi-token prediction: they are not
-            loaded.
+        extra_layers: True if a checkpoint may have layers for multi-token prediction, after the last or under `mtp`:
+            they are not loaded.
         fused_experts: True if the checkpoint has the experts of a layer in one tensor, transposed, with alternating
             columns of gate and up; the table names them one by one. vLLM has alternating rows.
         aliases: Further values of `model_type` of models that transformers computes as this family.

@@ -43,6 +43,14 @@ _TINY_MLA: dict[str, Any] = {
 
 _TINY_EXPERTS: dict[str, Any] = {"moe_intermediate_size": 64, "num_experts_per_tok": 2}
 
+_TINY_LINEAR: dict[str, Any] = {
+    "head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
+}
+
 _LLAMA3_ROPE: dict[str, Any] = {
     "rope_type": "llama3",
     "factor": 8.0,
@@ -247,6 +255,30 @@ PRESETS: dict[str, dict[str, Any]] = {
         "first_k_dense_replace": 1,
         "tie_word_embeddings": False,
     },
+    "qwen3_next_tiny": {
+        "model_type": "qwen3_next",
+        **_TINY,
+        **_TINY_LINEAR,
+        **_TINY_EXPERTS,
+        "num_experts": 4,
+        "shared_expert_intermediate_size": 96,
+        "tie_word_embeddings": False,
+    },
+    "qwen3_5_text_tiny": {
+        "model_type": "qwen3_5_text",
+        **_TINY,
+        **_TINY_LINEAR,
+        "tie_word_embeddings": True,
+    },
+    "qwen3_5_moe_text_tiny": {
+        "model_type": "qwen3_5_moe_text",
+        **_TINY,
+        **_TINY_LINEAR,
+        **_TINY_EXPERTS,
+        "num_experts": 4,
+        "shared_expert_intermediate_size": 96,
+        "tie_word_embeddings": False,
+    },
     "gemma3_text_tiny": {
         "model_type": "gemma3_text",
         **_TINY,
@@ -434,6 +466,33 @@ PRESETS: dict[str, dict[str, Any]] = {
         "n_group": 1,
         "topk_group": 1,
         "first_k_dense_replace": 1,
+        "tie_word_embeddings": False,
+    },
+    "qwen3_next_80b_a3b": {
+        "model_type": "qwen3_next",
+        "vocab_size": 151936,
+        **_sizes(2048, 5120, 48, 16, 2),
+        "max_position_embeddings": 262144,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10000000.0,
+        "tie_word_embeddings": False,
+    },
+    "qwen3.5_9b_text": {
+        "model_type": "qwen3_5_text",
+        "vocab_size": 248320,
+        **_sizes(4096, 12288, 32, 16, 4),
+        "max_position_embeddings": 262144,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10000000.0,
+        "tie_word_embeddings": False,
+    },
+    "qwen3.5_35b_a3b_text": {
+        "model_type": "qwen3_5_moe_text",
+        "vocab_size": 248320,
+        **_sizes(2048, 512, 40, 16, 2),
+        "max_position_embeddings": 262144,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10000000.0,
         "tie_word_embeddings": False,
     },
     "gpt_oss_20b": _GPT_OSS | {"num_hidden_layers": 24, "num_local_experts": 32},

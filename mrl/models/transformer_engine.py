@@ -55,7 +55,8 @@ def why_unusable(device: str) -> str | None:
 
 def asked_for(config: Config, arch: ArchSpec) -> bool:
     """Returns whether the actor uses TransformerEngine's layers if the machine supports them."""
-    return config.actor.transformer_impl != "local" and config.model.dtype in DTYPES
+    asked = config.actor.transformer_impl != "local" and config.model.dtype in DTYPES
+    return asked and _missing_layers(arch) is None
 
 
 def lacks_attention(arch: ArchSpec) -> bool:
@@ -80,6 +81,13 @@ def missing_fusions(arch: ArchSpec) -> set[str]:
     return missing
 
 
+def _missing_layers(arch: ArchSpec) -> str | None:
+    """Returns why a model cannot be built of TransformerEngine's layers; None: it can."""
+    if arch.output_gate or arch.linear_attention is not None:
+        return f"mrl has no {arch.family} layers of TransformerEngine's, with linear attention and output gates"
+    return None
+
+
 def why_local(config: Config, arch: ArchSpec, device: str) -> str | None:
     """Returns why the actor uses Megatron's local layers, or None if it uses TransformerEngine's.
 
@@ -90,6 +98,8 @@ def why_local(config: Config, arch: ArchSpec, device: str) -> str | None:
     """
     if config.actor.transformer_impl == "local":
         return "actor.transformer_impl=local"
+    if (missing := _missing_layers(arch)) is not None:
+        return missing
     if (unusable := why_unusable(device)) is not None:
         return unusable
     if config.model.dtype not in DTYPES:

@@ -275,7 +275,11 @@ def training_flops(arch: ArchSpec, seq_lens: Sequence[int], *, frozen: bool) -> 
 
 def _weight_flops(arch: ArchSpec, seq_lens: Sequence[int]) -> float:
     """Returns the FLOPs of a forward's products with weights."""
-    attention = attention_weights(arch)
+    attention = attention_weights(arch) * len(arch.softmax_layers)
+    if (linear := arch.linear_attention) is not None:
+        inputs = linear.channels + linear.value_size + 2 * linear.num_value_heads
+        each = arch.hidden_size * (inputs + linear.value_size) + linear.channels * linear.conv_kernel
+        attention += len(linear.layers) * each
     moe, with_experts = arch.moe, len(arch.moe_layers)
     mlps = (arch.num_layers - with_experts) * 3 * arch.hidden_size * arch.intermediate_size
     if moe is not None:
@@ -283,7 +287,7 @@ def _weight_flops(arch: ArchSpec, seq_lens: Sequence[int]) -> float:
         gate = moe.shared_gate and moe.shared_intermediate_size > 0
         mlps += with_experts * arch.hidden_size * (3 * experts + moe.num_experts + gate)
     outputs = 1 if arch.value_head else arch.vocab_size
-    weights = arch.num_layers * attention + mlps + arch.hidden_size * outputs
+    weights = attention + mlps + arch.hidden_size * outputs
     return 2.0 * sum(seq_lens) * weights
 
 
@@ -292,7 +296,7 @@ def attention_weights(arch: ArchSpec) -> int:
     mla, hidden = arch.mla, arch.hidden_size
     queries = arch.num_heads * arch.head_dim
     if mla is None:
-        return hidden * (2 * queries + 2 * arch.num_kv_heads * arch.head_dim)
+        return hidden * ((3 if arch.output_gate else 2) * queries + 2 * arch.num_kv_heads * arch.head_dim)
     by_queries = hidden * queries if mla.q_lora_rank is None else mla.q_lora_rank * (hidden + queries)
     expanded = arch.num_heads * (mla.qk_nope_head_dim + mla.v_head_dim)
     outputs = arch.num_heads * mla.v_head_dim * hidden
@@ -300,12 +304,18 @@ def attention_weights(arch: ArchSpec) -> int:
 
 
 def _attention_flops(arch: ArchSpec, seq_lens: Sequence[int]) -> float:
-    """Returns the FLOPs of a forward's scores and values."""
+    """Returns the FLOPs of a forward's scores and values, and of linear attention's states.
+
+    A token reads its state for its key and for its query, and writes it, one multiplication and addition per element.
+    """
     windowed = len(arch.windowed_layers)
-    pairs = (arch.num_layers - windowed) * _num_pairs(seq_lens, None) + windowed * _num_pairs(
-        seq_lens, arch.sliding_window
-    )
-    return 2.0 * arch.num_heads * (arch.head_dim + arch.value_dim) * pairs
+    full = len(arch.softmax_layers) - windowed
+    pairs = full * _num_pairs(seq_lens, None) + windowed * _num_pairs(seq_lens, arch.sliding_window)
+    states = 0.0
+    if (linear := arch.linear_attention) is not None:
+        elements = linear.num_value_heads * linear.key_head_dim * linear.value_head_dim
+        states = 6.0 * len(linear.layers) * elements * sum(seq_lens)
+    return 2.0 * arch.num_heads * (arch.head_dim + arch.value_dim) * pairs + states
 
 
 def _num_pairs(seq_lens: Sequence[int], window: int | None) -> int:

@@ -69,7 +69,8 @@ class Shard:
 
 def written_format(arch: ArchSpec) -> KeyFormat:
     """Returns how Megatron splits a model's tensors: layers are stacked if all have the same parameters."""
-    return KeyFormat.STACKED if len(arch.moe_layers) in (0, arch.num_layers) else KeyFormat.PER_LAYER
+    alike = len(arch.moe_layers) in (0, arch.num_layers) and arch.linear_attention is None
+    return KeyFormat.STACKED if alike else KeyFormat.PER_LAYER
 
 
 def rank_shards(arch: ArchSpec, grid: ParallelLayout, rank: int, *, dtype: str) -> Iterator[Shard]:

@@ -204,13 +204,18 @@ def adapted_modules(arch: ArchSpec, lora: LoraConfig) -> dict[str, tuple[int, in
     """Returns Hugging Face name -> (outputs, inputs) of each module with adapters, in the order of the layers.
 
     Raises:
-        UserError: The model has latent attention, an entry of `target_modules` or `exclude_modules` names no module, no
-            module is left, or shared adapters would belong to some of a layer's experts only, or to none.
+        UserError: The model has latent or linear attention, an entry of `target_modules` or `exclude_modules` names no
+            module, no module is left, or shared adapters would belong to some of a layer's experts only, or to none.
     """
     if arch.mla is not None:
         raise UserError(
             f"actor.lora.rank: '{arch.family}' has multi-head latent attention, for whose projections mrl has no "
             "adapters yet. Set it to 0, which trains all parameters."
+        )
+    if arch.linear_attention is not None or arch.output_gate:
+        raise UserError(
+            f"actor.lora.rank={lora.rank}: this {arch.family} model has linear attention and output gates, for which "
+            "mrl has no adapters. Remove the section to train all weights."
         )
     modules = dict(_linear_modules(arch))
     for key, entries in (("target_modules", lora.target_modules), ("exclude_modules", lora.exclude_modules)):

@@ -25,9 +25,11 @@ from mrl.resharding.shards import (
     TensorShard,
     check_divides,
     check_experts_divide,
+    gate_rows,
     layers_of,
     padded_rows,
     param_specs,
+    query_rows,
     shard_expert,
     shard_row,
 )
@@ -196,14 +198,15 @@ def expert_shard(grid: ParallelLayout, rank: int) -> ExpertShard:
 
 
 def _interleaved_by_group(arch: ArchSpec, shard: TensorShard) -> list[Segment]:
-    """Returns a rank's equal part of [group 0: queries, key, value; group 1: ...]."""
-    head, queries = arch.head_dim, arch.num_heads // arch.num_kv_heads * arch.head_dim
+    """Returns a rank's equal part of [group 0: queries, gates if there are any, key, value; group 1: ...]."""
+    head, heads = arch.head_dim, arch.num_heads // arch.num_kv_heads
     fused: list[Segment] = []
     for group in range(arch.num_kv_heads):
-        fused.append((0, group * queries, (group + 1) * queries))
+        fused += query_rows(arch, range(group * heads, (group + 1) * heads))
+        fused += gate_rows(arch, range(group * heads, (group + 1) * heads))
         fused.append((1, group * head, (group + 1) * head))
         fused.append((2, group * head, (group + 1) * head))
-    total = (arch.num_heads + 2 * arch.num_kv_heads) * head
+    total = sum(stop - start for _, start, stop in fused)
     if total % shard.size:
         raise UserError(f"{shard.key}={shard.size} does not divide the {total} rows of the fused query, key and value.")
     each = total // shard.size

@@ -18,8 +18,10 @@ from mrl.resharding.shards import (
     check_divides,
     check_experts_divide,
     concat_rows,
+    gate_rows,
     layers_of,
     param_specs,
+    query_rows,
     shard_expert,
     shard_row,
 )
@@ -113,12 +115,13 @@ def expert_shard(tp_size: int, tp_rank: int, ep_size: int) -> ExpertShard:
 
 
 def by_projection(arch: ArchSpec, shard: TensorShard) -> list[Segment]:
-    """Returns the fused rows of an engine's rank: [queries; keys; values] of its heads."""
-    queries = arch.num_heads // shard.size * arch.head_dim
+    """Returns the fused rows of an engine's rank: [queries; keys; values; gates if there are any] of its heads."""
+    each = arch.num_heads // shard.size
+    heads = range(shard.rank * each, (shard.rank + 1) * each)
     kv_heads = max(1, arch.num_kv_heads // shard.size)
     first = shard.rank * arch.num_kv_heads // shard.size
     keys = (first * arch.head_dim, (first + kv_heads) * arch.head_dim)
-    return [(0, shard.rank * queries, (shard.rank + 1) * queries), (1, *keys), (2, *keys)]
+    return [*query_rows(arch, heads), (1, *keys), (2, *keys), *gate_rows(arch, heads)]
 
 
 def native_layouts(arch: ArchSpec, grid: ParallelLayout, dtype: str) -> dict[int, Layout]:

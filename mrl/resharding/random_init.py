@@ -2,7 +2,8 @@
 
 Each Hugging Face tensor consists of blocks of rows. A block's values depend only on (seed, tensor name, block index),
 so every rank generates the elements that it stores, without communication. The distribution is that of Hugging Face:
-matrices normal with `initializer_range`, norms one (zero if they are zero-centered), biases zero.
+matrices and convolutions normal with `initializer_range`, norms one (zero if they are zero-centered), biases zero. Of
+linear attention, the decay rates are uniform and the biases of the time steps one.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor
 
 from mrl.config.config import LoraConfig
-from mrl.models.base import ArchSpec
+from mrl.models.base import ArchSpec, LayerKind
 from mrl.models.presets import INITIALIZER_RANGE
 from mrl.resharding.dtypes import check_tensors
 from mrl.resharding.hf import hf_layout
@@ -26,6 +27,9 @@ from mrl.resharding.shards import experts_of, hf_tensors, layers_of, param_specs
 
 Draw = Callable[[Tensor, torch.Generator], Tensor]
 """Function that fills an fp32 tensor with random values and returns it."""
+
+_DECAY_LOG, _DECAY_RATES = ".A_log", (0.01, 16.0)
+"""Vectors of logarithms of decay rates, and the range of the rates."""
 
 _BLOCK_ELEMENTS = 1 << 18
 """Approximate elements per block; changing it changes the values."""
@@ -58,7 +62,8 @@ def random_init(
                 else:
                     matrices.setdefault(piece.hf_name, []).append((piece, target))
         for name, wanted in matrices.items():
-            _generate_matrix(name, shapes[name], wanted, seed, _normal(std))
+            draw = _log_uniform(*_DECAY_RATES) if name.endswith(_DECAY_LOG) else _normal(std)
+            _generate_matrix(name, shapes[name], wanted, seed, draw)
 
 
 def init_adapters(arch: ArchSpec, lora: LoraConfig, layout: Layout, tensors: Mapping[str, Tensor], seed: int) -> None:
@@ -96,13 +101,19 @@ def _uniform(bound: float) -> Draw:
     return lambda values, generator: values.uniform_(-bound, bound, generator=generator)
 
 
+def _log_uniform(low: float, high: float) -> Draw:
+    return lambda values, generator: values.uniform_(low, high, generator=generator).log_()
+
+
 def _constant_values(arch: ArchSpec) -> dict[str, float]:
     """Returns the constant value of each vector: 0 for biases and sinks, and for norms what makes their factor 1."""
     found = {}
     for spec in param_specs(arch):
         for name, shape in hf_tensors(spec, arch).items():
-            if len(shape) == 1:
+            if len(shape) == 1 and not name.endswith(_DECAY_LOG):
                 value = 1.0 - arch.norm_offset if name.endswith("norm.weight") else 0.0
+                if spec.layers is LayerKind.LINEAR:
+                    value = 1.0
                 for layer in layers_of(spec, arch):
                     for expert in experts_of(spec, arch):
                         found[name.format(layer=layer, expert=expert)] = value
@@ -112,15 +123,15 @@ def _constant_values(arch: ArchSpec) -> dict[str, float]:
 def _generate_matrix(
     name: str, shape: tuple[int, ...], wanted: list[tuple[Piece, Tensor]], seed: int, draw: Draw
 ) -> None:
-    """Generates the blocks of one Hugging Face matrix that the pieces intersect, each once, and copies their parts."""
-    rows, width = shape
-    step = max(1, _BLOCK_ELEMENTS // width)
+    """Generates the blocks of one Hugging Face tensor that the pieces intersect, each once, and copies their parts."""
+    rows, *inner = shape
+    step = max(1, _BLOCK_ELEMENTS // math.prod(inner))
     touched = {block for piece, _ in wanted for block in range(piece.src[0][0] // step, -(-piece.src[0][1] // step))}
     for block in sorted(touched):
-        region = ((block * step, min(rows, (block + 1) * step)), (0, width))
+        region = ((block * step, min(rows, (block + 1) * step)), *((0, extent) for extent in inner))
         digest = hashlib.blake2b(f"{seed}/{name}/{block}".encode(), digest_size=8).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest, "little", signed=True))
-        values = draw(torch.empty(region[0][1] - region[0][0], width), generator)
+        values = draw(torch.empty(region[0][1] - region[0][0], *inner), generator)
         for piece, target in wanted:
             both = intersect(piece.src, region)
             if both is not None:

@@ -12,7 +12,18 @@ from dataclasses import dataclass
 from functools import cache
 
 from mrl.errors import UserError
-from mrl.models.base import ArchSpec, LayerKind, MoeSpec, ParamSpec, PipelineStage, ShardKind, dims, layer_kinds, moe_of
+from mrl.models.base import (
+    ArchSpec,
+    LayerKind,
+    MoeSpec,
+    ParamSpec,
+    PipelineStage,
+    ShardKind,
+    dims,
+    layer_kinds,
+    linear_attention_of,
+    moe_of,
+)
 from mrl.models.hf_config import family_of
 from mrl.resharding.layout import Layout, Piece, Region, StoredTensor
 
@@ -59,10 +70,14 @@ def experts_of(spec: ParamSpec, arch: ArchSpec) -> Sequence[int | None]:
 
 @cache
 def _layers(kind: LayerKind, arch: ArchSpec) -> Sequence[int]:
+    if kind is LayerKind.LINEAR:
+        return arch.linear_layers
+    every = range(arch.num_layers)
+    if kind is LayerKind.SOFTMAX:
+        return every if arch.linear_attention is None else arch.softmax_layers
     experts = arch.moe_layers
     if kind is LayerKind.MOE:
         return experts
-    every = range(arch.num_layers)
     return every if kind is LayerKind.ALL or not experts else [layer for layer in every if layer not in experts]
 
 
@@ -98,12 +113,13 @@ class Part:
 def parts_of(spec: ParamSpec, arch: ArchSpec) -> list[Part]:
     """Returns the projections of a row, in Megatron's order; those of a row with a single name are in one tensor."""
     words = dims(arch)
-    parts, row = [], 0
+    parts: list[Part] = []
+    rows: dict[str, int] = {}
     for index, shape in enumerate(spec.shapes):
         extents = tuple(words[word] for word in shape.split())
-        fused = len(spec.hf) == 1
-        parts.append(Part(spec.hf[0 if fused else index], row if fused else 0, extents))
-        row += extents[0]
+        name = spec.hf[0 if len(spec.hf) == 1 else index]
+        parts.append(Part(name, rows.get(name, 0), extents))
+        rows[name] = rows.get(name, 0) + extents[0]
     return parts
 
 
@@ -127,6 +143,8 @@ def check_divides(arch: ArchSpec, shard: TensorShard) -> None:
         sizes.append(("intermediate_size", arch.intermediate_size))
     if arch.moe is not None and arch.moe.shared_intermediate_size:
         sizes.append(("shared_expert_intermediate_size", arch.moe.shared_intermediate_size))
+    if arch.linear_attention is not None:
+        sizes.append(("linear_num_key_heads", arch.linear_attention.num_key_heads))
     for what, size in sizes:
         _check_divides(what, size, shard)
     kv = arch.num_kv_heads
@@ -182,6 +200,8 @@ def shard_row(
         padding = each - (stop - start)
     elif spec.kind is ShardKind.QKV:
         segments = qkv_rows(arch, shard)
+    elif spec.kind is ShardKind.KEY_HEADS:
+        segments = by_key_head(parts, linear_attention_of(arch).num_key_heads, shard)
     else:  # COLUMN, ROW and GATE_UP
         segments = equal_parts(len(parts), size, shard)
     return stack(parts, segments, layer=layer, dim=dim, dtype=dtype, padding=padding)
@@ -191,6 +211,28 @@ def equal_parts(count: int, size: int, shard: TensorShard) -> list[Segment]:
     """Returns the rank's equal part of each of `count` tensors, concatenated."""
     each = size // shard.size
     return [(index, shard.rank * each, (shard.rank + 1) * each) for index in range(count)]
+
+
+def query_rows(arch: ArchSpec, heads: range) -> list[Segment]:
+    """Returns the rows of these heads' queries in part 0 of the fused query, key and value."""
+    size = arch.head_dim
+    if not arch.output_gate:
+        return [(0, heads.start * size, heads.stop * size)]
+    return [(0, 2 * head * size, (2 * head + 1) * size) for head in heads]
+
+
+def gate_rows(arch: ArchSpec, heads: range) -> list[Segment]:
+    """Returns the rows of these heads' output gates in part 0 of the fused query, key and value."""
+    if not arch.output_gate:
+        return []
+    return [(0, (2 * head + 1) * arch.head_dim, (2 * head + 2) * arch.head_dim) for head in heads]
+
+
+def by_key_head(parts: Sequence[Part], heads: int, shard: TensorShard) -> list[Segment]:
+    """Returns, for each of the rank's key heads, its rows of every part."""
+    own = range(shard.rank * heads // shard.size, (shard.rank + 1) * heads // shard.size)
+    rows = [part.shape[0] // heads for part in parts]
+    return [(index, head * each, (head + 1) * each) for head in own for index, each in enumerate(rows)]
 
 
 def shard_expert(

@@ -12,6 +12,7 @@ from mrl.types import RolloutBatch
 from tests.megatron.actors import (
     ARCHS,
     CONSTANT,
+    LINEAR,
     SHALLOW_MIXTURE,
     VOCAB,
     full_gradients,
@@ -37,6 +38,8 @@ LAYOUTS = {
     "cp2_tp2": (ParallelLayout(4, tp=2, cp=2), DENSE, 4),
     "single_experts": (ParallelLayout(1), SHALLOW_MIXTURE, 10),
     "tp2_ep2": (ParallelLayout(2, tp=2, ep=2, etp=1), SHALLOW_MIXTURE, 5),
+    "single_linear": (ParallelLayout(1), LINEAR, 12),
+    "tp2_linear": (ParallelLayout(2, tp=2), LINEAR, 4),
 }
 """Name -> layout, model, how many of the drawn batches, the last ones: they are the largest."""
 EXAMPLES = 24

@@ -40,6 +40,8 @@ PARITY = 1e-4
 """Bound on log-probabilities in fp32; measured below 1e-5."""
 SAME = 1e-5
 """One model of transformers, computed by another of its attention kernels."""
+SPREAD = dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"), 0.15)
+"""Size of the random weights of families that amplify roundings, with norms of 1 + weight; of the others 0.3."""
 LARGEST = 100
 """Log-probability from which on the bound grows with it, as fp32's steps do."""
 LONGEST = 24
@@ -82,6 +84,16 @@ _LATENT = {
     "attention_bias": False,
 }
 _WINDOW = {"use_sliding_window": False, "sliding_window": 8, "max_window_layers": 1}
+_LINEAR = {
+    "head_dim": 16,
+    "attention_bias": False,
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
+    "linear_conv_kernel_dim": 4,
+}
 BASES: dict[str, dict[str, Any]] = {
     "llama": {**_SIZES, "attention_bias": False, "mlp_bias": False},
     "qwen2": {**_SIZES, **_WINDOW},
@@ -151,6 +163,14 @@ BASES: dict[str, dict[str, Any]] = {
         "routed_scaling_factor": 1.5,
         "first_k_dense_replace": 1,
         "norm_topk_prob": True,
+    },
+    "qwen3_next": {**_SIZES, **_LINEAR, **_EXPERTS, "shared_expert_intermediate_size": 24},
+    "qwen3_5_text": {**_SIZES, **_LINEAR},
+    "qwen3_5_moe_text": {
+        **{key: value for key, value in _SIZES.items() if key != "intermediate_size"},
+        **_LINEAR,
+        **{key: value for key, value in _EXPERTS.items() if key != "norm_topk_prob"},
+        "shared_expert_intermediate_size": 24,
     },
     "mistral": {**_SIZES, "sliding_window": None},
     "mixtral": {**_SIZES, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None},
@@ -266,8 +286,8 @@ def model_of(config: Mapping[str, Any], tensors: Mapping[str, torch.Tensor] | No
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            noise = torch.randn(parameter.shape, generator=generator)
-            parameter.copy_(1 + 0.3 * noise if "norm" in name else 0.3 * noise)
+            noise = SPREAD.get(config["model_type"], 0.3) * torch.randn(parameter.shape, generator=generator)
+            parameter.copy_(1 + noise if "norm" in name else noise)
     return model.eval()
 
 

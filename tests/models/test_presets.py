@@ -1,6 +1,8 @@
 from dataclasses import replace
 
 import pytest
+import torch
+import transformers
 
 from mrl.commands.plan.memory import num_parameters
 from mrl.commands.rehearse.placeholders import matching_preset
@@ -24,6 +26,7 @@ PUBLISHED = {
     "qwen2.5_7b": 7_615_616_512,
     "qwen2.5_7b_128k": 7_615_616_512,
     "phi4_mini": 3_836_021_760,
+    "qwen3_next_80b_a3b": 81_324_862_720,
     "glm4.5_air_106b_a12b": 110_468_824_832,
     "glm4.5_355b_a32b": 358_337_791_296,
     "gpt_oss_20b": 20_914_757_184,
@@ -58,7 +61,11 @@ ONE_TOKEN_AT_A_TIME = {"moonlight_16b_a3b", "kimi_k2_1t_a32b"}
 """Presets of models that were published without the family's layer for multi-token prediction."""
 
 
-@pytest.mark.parametrize("preset", [name for name in PRESETS if not name.endswith("_tiny")])
+TEXT_OF_OTHERS = [name for name in PRESETS if name.endswith("_text")]
+"""Text models of public models with a vision tower, whose pages count both."""
+
+
+@pytest.mark.parametrize("preset", [name for name in PRESETS if not name.endswith("_tiny") and name in PUBLISHED])
 def test_a_public_models_preset_has_its_number_of_parameters(preset):
     arch = arch_from_preset(preset, {}, None)
     extra = 0 if preset in ONE_TOKEN_AT_A_TIME else prediction_layer(arch)
@@ -70,7 +77,21 @@ def prediction_layer(arch):
     if not family_of(arch).extra_layers:
         return 0
     layer = num_parameters(replace(arch, num_layers=arch.num_layers + 1)) - num_parameters(arch)
+    if arch.linear_attention is not None:  # a layer with softmax attention, and neither embedding nor head
+        return layer + 2 * arch.hidden_size**2 + 3 * arch.hidden_size
     return layer + 2 * arch.hidden_size**2 + 3 * arch.hidden_size + 2 * arch.vocab_size * arch.hidden_size
+
+
+@pytest.mark.parametrize("preset", TEXT_OF_OTHERS)
+def test_a_text_models_preset_has_the_parameters_of_transformers(preset):
+    config = transformers.AutoConfig.for_model(PRESETS[preset]["model_type"])
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config)
+    assert num_parameters(arch_from_preset(preset, {}, None)) == sum(each.numel() for each in model.parameters())
+
+
+def test_every_public_models_preset_is_counted():
+    assert {name for name in PRESETS if not name.endswith("_tiny")} == {*PUBLISHED, *TEXT_OF_OTHERS}
 
 
 @pytest.mark.parametrize(

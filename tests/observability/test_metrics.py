@@ -8,7 +8,7 @@ import torch
 import transformers
 from torch.utils.flop_counter import FlopCounterMode
 
-from mrl.models.base import ArchSpec, MoeSpec
+from mrl.models.base import ArchSpec, LinearAttentionSpec, MoeSpec
 from mrl.models.hf_config import family_of
 from mrl.models.presets import arch_from_preset
 from mrl.observability import metrics
@@ -142,6 +142,23 @@ def test_a_query_outside_the_window_costs_nothing():
     pair = 4 * ARCH.num_heads * ARCH.head_dim * ARCH.num_layers
     assert metrics.forward_flops(ARCH, [5, 2]) - metrics.forward_flops(windowed, [5, 2]) == 3 * pair
     assert metrics.forward_flops(replace(windowed, windowed_layers=()), [5]) == metrics.forward_flops(ARCH, [5])
+
+
+def test_a_layer_with_linear_attention_costs_its_projections_its_convolution_and_three_uses_of_its_state():
+    linear = LinearAttentionSpec((0, 2), 2, 4, 3, 5, 4)
+    rows = 2 * 6 + 20 + 20 + 2 * 4  # queries, keys, values, gates, rates and time steps
+    each = 2 * (rows * 8 + 8 * 20 + 32 * 4) + 6 * 4 * 3 * 5
+    whole, without = (
+        metrics.forward_flops(replace(ARCH, num_layers=3, linear_attention=one), [4, 2]) for one in (linear, None)
+    )
+    softmax = without - metrics.forward_flops(replace(ARCH, num_layers=2), [4, 2])
+    mlp = 2 * 3 * 8 * 16 * 6
+    assert whole == without - 2 * (softmax - mlp) + 2 * 6 * each
+
+
+def test_an_output_gate_costs_another_query():
+    gated = replace(ARCH, output_gate=True)
+    assert metrics.forward_flops(gated, [4]) - metrics.forward_flops(ARCH, [4]) == 2 * 4 * ARCH.num_layers * 8 * 16
 
 
 def test_of_a_mixture_only_the_experts_that_a_token_goes_to_count():

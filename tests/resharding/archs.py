@@ -22,12 +22,18 @@ def small(preset: str, **overrides: object) -> ArchSpec:
     )
 
 
-ARCHS = {
+LINEAR = {"linear_num_key_heads": 8, "linear_num_value_heads": 16, "linear_key_head_dim": 2, "linear_value_head_dim": 3}
+PLAIN = {
     "biases, tied": small("qwen2_tiny"),
     "no biases, untied, one kv head per query head": small("llama_tiny", num_key_value_heads=8),
     "q/k norm, head_dim apart, tied": small("qwen3_tiny", head_dim=6),
     "norms after attention and MLP": small("gemma3_text_tiny"),
     "biases, untied, one kv head": small("qwen2_tiny", num_key_value_heads=1, tie_word_embeddings=False),
+}
+ARCHS = {
+    **PLAIN,
+    "linear attention": small("qwen3_5_text_tiny", **LINEAR),
+    "linear attention, experts": small("qwen3_next_tiny", **LINEAR, moe_intermediate_size=16),
 }
 
 

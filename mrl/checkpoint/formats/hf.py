@@ -224,7 +224,8 @@ class HfSource(Source):
             raise UserError(f"model folder '{self.folder}': {error}") from error
 
     def _is_optional(self, name: str) -> bool:
-        beyond = family_of(self.arch).extra_layers and name.startswith(f"model.layers.{self.arch.num_layers}.")
+        extra = f"model.layers.{self.arch.num_layers}.", "mtp."
+        beyond = family_of(self.arch).extra_layers and name.startswith(extra)
         return beyond or name.endswith("rotary_emb.inv_freq") or (name == HEAD and self.arch.tie_word_embeddings)
 
     def _find(self) -> dict[str, str]:

@@ -8,6 +8,7 @@ parallelism on a CPU, attention needs more than predicted here. Weights, optimiz
 
 from __future__ import annotations
 
+import itertools
 from copy import copy
 from dataclasses import dataclass, replace
 
@@ -15,7 +16,8 @@ from mrl.algorithms.functional.sampling import truncates
 from mrl.commands.plan.recompute import recompute_of
 from mrl.config.config import Config, LearnsFrom
 from mrl.config.megatron_fields.fp8 import row_unit
-from mrl.models.base import ArchSpec, MlaSpec
+from mrl.models.base import ArchSpec, MlaSpec, linear_attention_of
+from mrl.models.kernels.delta_rule import CHUNK
 from mrl.parallel_layout import ParallelLayout
 from mrl.resharding.megatron import chunk_layers, padded_vocab
 
@@ -121,7 +123,7 @@ class ActorShape:
         learns_from: LearnsFrom = "samples",
     ) -> None:
         self._config, self._arch, self._grid, self._te = config, arch, grid, te
-        self._compiled = compiled and not te and arch.mla is None
+        self._compiled = compiled and not te and arch.mla is None and arch.linear_attention is None
         self._recompute = recompute_of(config)
         self._itemsize = 2 if config.model.dtype == "bfloat16" else FP32
         self._lora_rank = config.actor.lora.rank  # above 0: the model's weights have no gradients
@@ -152,14 +154,17 @@ class ActorShape:
         self._own_tokens = self._tokens // (grid.tp if config.parallel.sequence_parallel else 1)
         self._vocab = padded_vocab(arch, grid.tp) // grid.tp
         self._layers = chunk_layers(arch, grid)
-        self._dense = self
-        if arch.moe is not None and arch.moe.dense_layers:
-            self._dense = copy(self)
-            self._dense._arch = replace(arch, moe=None)
+        self._is_linear = False
+        self._kinds = {(True, False): self}
+        for has_experts, is_linear in itertools.product((False, True), repeat=2):
+            kind = self._kinds[has_experts, is_linear] = copy(self)
+            kind._is_linear = is_linear
+            if not has_experts:
+                kind._arch = replace(arch, moe=None)
 
     def _kind(self, layer: int) -> ActorShape:
-        """Returns the predictor for layers with the MLP, or the experts, of this one."""
-        return self if layer in self._arch.moe_layers else self._dense
+        """Returns the predictor for layers with the MLP, or the experts, and the attention of this one."""
+        return self._kinds[layer in self._arch.moe_layers, layer in self._arch.linear_layers]
 
     def activations(self, stage: int) -> Activations:
         """Returns the activations on a rank of a pipeline stage."""
@@ -231,6 +236,8 @@ class ActorShape:
         if self._compiled:
             mlp = 0 if self._recomputes_mlp() else self._mlp_or_experts()
             return norms - scales + self._compiled_attention() + mlp
+        if self._is_linear:
+            return norms + self._linear_attention() + (0 if self._recomputes_mlp() else self._mlp_or_experts())
         heads, kv_heads = self._heads()
         if arch.mla is not None:
             return norms + self._latent_attention(arch.mla) + (0 if self._recomputes_mlp() else self._mlp_or_experts())
@@ -249,6 +256,8 @@ class ActorShape:
             attention += self._core_attention()
         if not self._te:
             attention += tokens * queries * size  # attention's output, gathered from the slots
+        if arch.output_gate:  # the gates, their sigmoid in fp32, and the product
+            attention += tokens * queries * (2 * size + FP32)
         return norms + attention + (0 if self._recomputes_mlp() else self._mlp_or_experts())
 
     def _latent_attention(self, mla: MlaSpec) -> int:
@@ -269,6 +278,15 @@ class ActorShape:
         if not self._te:
             attention += tokens * heads * arch.value_dim * size  # attention's output, gathered from the slots
         return attention
+
+    def _linear_attention(self) -> int:
+        """Returns what a gated delta net saves, measured: its projections, the convolution's inputs, and its chunks."""
+        linear = linear_attention_of(self._arch)
+        channels = linear.channels * (linear.conv_kernel + 2) + 2 * linear.value_size
+        key, value = linear.key_head_dim, linear.value_head_dim
+        of_head = 4 * CHUNK + 7 * key + 6 * value + 3 * key * value // CHUNK
+        each = channels * self._itemsize + linear.num_value_heads * of_head * FP32
+        return self._tokens * each // self._grid.tp
 
     def _compiled_attention(self) -> int:
         """Returns the QKV projection's output, normed queries and keys (if normed), and what attention saves."""

@@ -306,7 +306,7 @@ def _decode_pass(
     weights = engine.weight_bytes(dequantized, arch, grid) - _unread_bytes(arch, grid, rows, size)
     mean_len = rollout.prompt_length + rollout.response_length / 2
     cache = rows * mean_len * token_elements(arch, grid.rollout_tp) * engine.cache_item_bytes(config)
-    by_cached_token = 2 * arch.num_layers * arch.num_heads * _cached_dims(arch)
+    by_cached_token = 2 * len(arch.softmax_layers) * arch.num_heads * _cached_dims(arch)
     flops = rows * (forward_flops(arch, [1]) + by_cached_token * mean_len)
     per_node, tp = hardware.gpus_per_node, grid.rollout_tp
     inside = all(first // per_node == (first + tp - 1) // per_node for first in grid.samplers[::tp])

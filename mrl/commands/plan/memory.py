@@ -26,8 +26,10 @@ from mrl.resharding import lora
 from mrl.resharding.buckets import MIN_ROUND_BYTES, NUM_BUFFERS, PIPELINE_ROUNDS
 from mrl.resharding.copy_op import ITEM_BYTES
 from mrl.resharding.dtypes import expert_index_dtype
+from mrl.resharding.hf import hf_layout
 from mrl.resharding.layout import Layout
 from mrl.resharding.megatron import megatron_layout, padded_vocab, stage_layers, stage_moe_layers
+from mrl.resharding.shards import counted_tensors
 from mrl.trainer.run_plan import Resolved
 from mrl.trainer.validation.critic import critic_config
 from mrl.trainer.validation.distillation import is_frozen_actor
@@ -509,7 +511,7 @@ def _actor_elements(arch: ArchSpec, grid: ParallelLayout) -> list[tuple[int, int
     found = []
     for stage in range(grid.pp):
         with_experts = len(experts[stage])
-        dense = with_experts * sizes.layer + (len(layers[stage]) - with_experts) * sizes.dense_layer
+        dense = sum(sizes.layers[layer in arch.moe_layers, layer in arch.linear_layers] for layer in layers[stage])
         first, last = stage == 0, stage == grid.pp - 1
         ends = (sizes.embedding if first else 0) + (sizes.end if last else 0)
         if last and not first and arch.tie_word_embeddings:
@@ -580,8 +582,7 @@ def _adapter_elements(
 
 @dataclass(frozen=True)
 class _Parts:
-    layer: int
-    dense_layer: int
+    layers: Mapping[tuple[bool, bool], int]
     experts: int
     embedding: int
     end: int
@@ -589,18 +590,22 @@ class _Parts:
 
 @functools.cache
 def _actor_parts(arch: ArchSpec, tp: int, ep: int, etp: int) -> _Parts:
-    """Returns the elements of a layer with and without experts, of experts, embedding, and final norm with head."""
+    """Returns the elements of a layer without its experts by kind, of experts, embedding, and final norm with head.
+
+    A kind is (whether it has experts, whether its attention is linear).
+    """
     grid = ParallelLayout(math.lcm(tp, ep * etp), tp=tp, ep=ep, etp=etp)
-    layers, experts = {True: 0, False: 0}, 0
+    layers: dict[tuple[bool, bool], int] = {}
+    experts = 0
     for one, _ in layer_kinds(arch):
         layout = megatron_layout(one, grid, 0, dtype="bfloat16", te=False)
         layer = {name: stored for name, stored in layout.items() if ".layers." in name}
         own = _num_elements({name: stored for name, stored in layer.items() if ".experts." in name})
-        layers[one.moe is not None] = _num_elements(layer) - own
-        experts += own
+        layers[one.moe is not None, one.linear_attention is not None] = _num_elements(layer) - own
+        experts = max(experts, own)
         embedding = _num_elements({name: stored for name, stored in layout.items() if ".embedding." in name})
         end = _num_elements(layout) - _num_elements(layer) - embedding
-    return _Parts(layers[True], layers[False], experts, embedding, end)
+    return _Parts(layers, experts, embedding, end)
 
 
 def _num_elements(layout: Layout) -> int:
@@ -609,10 +614,8 @@ def _num_elements(layout: Layout) -> int:
 
 def num_parameters(arch: ArchSpec) -> int:
     """Returns the number of parameters of the model; a tied embedding counts once."""
-    sizes = _actor_parts(arch, 1, 1, 1)
-    with_experts = len(arch.moe_layers)
-    layers = with_experts * (sizes.layer + sizes.experts) + (arch.num_layers - with_experts) * sizes.dense_layer
-    return layers + sizes.embedding + sizes.end
+    tensors = counted_tensors(arch, lambda one: hf_layout(one, "bfloat16"))
+    return sum(math.prod(stored.shape) * count for _, stored, count in tensors)
 
 
 def describe_adapters(arch: ArchSpec, settings: LoraConfig) -> str:

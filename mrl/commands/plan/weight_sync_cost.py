@@ -147,19 +147,22 @@ def memory_with_refit(plan: Resolved, device: Device, refit: RefitPrediction | N
 def one_layer_of_each(arch: ArchSpec, grid: ParallelLayout) -> tuple[ArchSpec, ParallelLayout, dict[str, int]]:
     """Returns a model with one layer of each kind per chunk, its layout, and each tensor's number of real layers.
 
-    All layers of a chunk with the same kind of MLP are sharded alike, so the prediction for thousands of ranks takes
-    seconds. A chunk may have none of a kind.
+    All layers of a chunk with the same kinds of MLP and attention are sharded alike, so the prediction for thousands of
+    ranks takes seconds. A chunk may have none of a kind.
     """
-    kinds = [one.moe is not None for one, _ in layer_kinds(arch)]
+    kinds = [(one.moe is not None, one.linear_attention is not None) for one, _ in layer_kinds(arch)]
     few = replace(arch, num_layers=len(kinds) * grid.pp * grid.vpp, sliding_window=None, windowed_layers=())
     if arch.moe is not None:
-        dense = tuple(layer for layer in range(few.num_layers) if not kinds[layer % len(kinds)])
+        dense = tuple(layer for layer in range(few.num_layers) if not kinds[layer % len(kinds)][0])
         few = replace(few, moe=replace(arch.moe, dense_layers=dense))
+    if arch.linear_attention is not None:
+        linear = tuple(layer for layer in range(few.num_layers) if kinds[layer % len(kinds)][1])
+        few = replace(few, linear_attention=replace(arch.linear_attention, layers=linear))
     places = replace(grid, first_stage_layers=None, last_stage_layers=None)
     real_layers, times = chunk_layers(arch, grid), {}
     for place, layers in chunk_layers(few, places).items():
         for layer in layers:
-            number = sum((each in arch.moe_layers) == (layer in few.moe_layers) for each in real_layers[place])
+            number = sum(_kind(arch, each) == _kind(few, layer) for each in real_layers[place])
             for spec in param_specs(few):
                 if spec.place is PipelineStage.LAYER and layer in layers_of(spec, few):
                     experts = range(arch.moe.num_experts) if arch.moe and spec.kind.is_expert else range(1)
@@ -167,6 +170,11 @@ def one_layer_of_each(arch: ArchSpec, grid: ParallelLayout) -> tuple[ArchSpec, P
                         for expert in experts:
                             times[part.name.format(layer=layer, expert=expert)] = number
     return few, places, times
+
+
+def _kind(arch: ArchSpec, layer: int) -> tuple[bool, bool]:
+    """Returns whether a layer has experts, and whether its attention is linear."""
+    return layer in arch.moe_layers, layer in arch.linear_layers
 
 
 def _seconds(share: ReceivedBytes, hardware: Hardware) -> tuple[float, float, float]:

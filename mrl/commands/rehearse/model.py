@@ -16,7 +16,7 @@ from typing import Any
 from mrl.commands.rehearse.engine import RehearsalEngine
 from mrl.commands.rehearse.layout import compare
 from mrl.models._positions import resized
-from mrl.models.base import ArchSpec, MoeSpec
+from mrl.models.base import ArchSpec, LinearAttentionSpec, MoeSpec
 from mrl.parallel_layout import ParallelLayout
 from mrl.resharding.megatron import chunk_layers
 
@@ -24,6 +24,8 @@ SMALLEST = RehearsalEngine()
 MAX_KV_HEADS = 16
 WINDOW = 16
 """Sliding window of a reduced model that has one, tokens."""
+LINEAR_HEAD_DIM = 16
+"""Largest dimensions of a head of a reduced model's linear attention."""
 MAX_SMALL_HEADS = 8
 """Largest odd number of query heads per key/value head that is reduced to 3 instead of 2."""
 
@@ -53,6 +55,7 @@ def shrunk_model(
         num_kv_heads=kv_heads,
         vocab_size=_vocabulary(arch, real, reduced, tokens),
         moe=moe,
+        linear_attention=_linear_attention(arch, num_layers, reduced),
         **shrunk_windows(arch, num_layers),
     )
     if moe is not None and arch.moe is not None and arch.moe.intermediate_size == arch.intermediate_size:
@@ -76,6 +79,24 @@ def shrunk_windows(arch: ArchSpec, num_layers: int) -> dict[str, Any]:
     real = _sampled(arch, num_layers)
     windowed = tuple(layer for layer in range(num_layers) if real[layer] in arch.windowed_layers)
     return {"sliding_window": WINDOW, "windowed_layers": windowed or (0,)}
+
+
+def _linear_attention(arch: ArchSpec, num_layers: int, reduced: ParallelLayout) -> LinearAttentionSpec | None:
+    """Returns the reduced linear attention: in some layers, if the model has several, and not in all."""
+    linear = arch.linear_attention
+    if linear is None or num_layers == 1:
+        return None
+    real = _sampled(arch, num_layers)
+    layers = [layer for layer in range(num_layers) if real[layer] in linear.layers] or [0]
+    heads = math.lcm(reduced.tp, reduced.rollout_tp) * min(2, linear.num_key_heads)
+    return replace(
+        linear,
+        layers=tuple(layers[: num_layers - 1]),
+        num_key_heads=heads,
+        num_value_heads=heads * min(2, linear.num_value_heads // linear.num_key_heads),
+        key_head_dim=min(LINEAR_HEAD_DIM, linear.key_head_dim),
+        value_head_dim=min(LINEAR_HEAD_DIM, linear.value_head_dim),
+    )
 
 
 def _multiple(size: float, of: int) -> int:

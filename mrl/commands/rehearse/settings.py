@@ -205,6 +205,7 @@ def small_teacher(teacher: ArchSpec, student: ArchSpec, small: ArchSpec) -> Arch
         return small
     sizes = ("num_layers", "hidden_size", "num_heads", "num_kv_heads", "vocab_size", "moe")
     own = {name: getattr(small, name) for name in sizes}
+    own["linear_attention"] = None if teacher.linear_attention is None else small.linear_attention
     own |= shrunk_windows(teacher, small.num_layers)
     own["intermediate_size"] = 2 * small.intermediate_size
     return replace(shrunk_heads(teacher, small.head_dim), **own)

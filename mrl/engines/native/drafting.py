@@ -53,6 +53,8 @@ class Drafting:
     def create_if_supported(spec: EngineSpec, model: Decoder, cache: KVCache) -> Drafting | None:
         """Returns the object, or None if speculation is off or would change bits."""
         operations = model.operations
+        if spec.arch.linear_attention is not None:  # its state cannot be taken back
+            return None
         if spec.config.speculative.method is None or not packs(spec.device) or not isinstance(operations, Compiled):
             return None
         return Drafting(spec, model, cache, operations)

@@ -34,6 +34,8 @@ from mrl.engines.native.drafting import NOT_HERE, Drafting
 from mrl.engines.native.experts import FindAdapters
 from mrl.engines.native.fp8_scales import Scales
 from mrl.engines.native.generation import Generation
+from mrl.engines.native.kv_cache import state_shape
+from mrl.engines.native.linear_attention import decode_states
 from mrl.engines.native.model import Decoder
 from mrl.engines.native.multiturn import MultiTurnGeneration, pool_rows
 from mrl.engines.native.ngram_history import History
@@ -105,8 +107,9 @@ class NativeEngine(RolloutEngine):
         if device.type == "cpu":  # on a CPU, pages of zeros are allocated when they are first written
             later_bytes += sum(weight.nbytes for weight in self._weights.values())
         self._cache = self._model.kv_cache(
-            [arch.window_of(layer) for layer in range(arch.num_layers)],
+            [arch.window_of(layer) for layer in arch.softmax_layers],
             kv_budget(device, config.gpu_memory_utilization, tp_group, later_bytes=later_bytes),
+            state_shape(arch, tp_size),
         )
         self._copies = self._place_copies()
         self._drafting = Drafting.create_if_supported(spec, self._model, self._cache)
@@ -124,6 +127,8 @@ class NativeEngine(RolloutEngine):
         """Yields notes about decoding that is slower than it could be."""
         if self._stored.problem is not None:
             yield f"the native engine captures CUDA graphs in every step: {self._stored.problem}"
+        if self.spec.device.type == "cuda" and self.spec.arch.linear_attention is not None:
+            yield "the native engine computes linear attention without CUDA graphs"
         if self.spec.device.type == "cuda" and self._model.has_expert_adapters:
             yield (
                 "the native engine computes each expert by itself and without CUDA graphs, as experts have adapters "
@@ -333,7 +338,7 @@ class NativeEngine(RolloutEngine):
                 running,
                 room=sampling.max_tokens,
                 share_prefill=config.enable_prefix_caching,
-                keeps_prompts=not self._cache.wraps,
+                keeps_prompts=not self._cache.wraps and self.spec.arch.linear_attention is None,
                 parking=PausedSequences(num_rows),
             ),
             stopping=Stopping(sampling, self.spec.decode, self.spec.device),
@@ -383,6 +388,7 @@ class NativeEngine(RolloutEngine):
         routed_BLK = None if rows.routed_SLK is None else rows.routed_SLK[:batch]
         decode_attention = self._model.operations.decode_attention
         attention = decode_attention(self._cache, positions_B, length, self._model.num_heads)
-        hidden_BH = self._model.forward(tokens_B, positions_B, attention, routed_PLK=routed_BLK)
+        states = decode_states(self._cache, batch)
+        hidden_BH = self._model.forward(tokens_B, positions_B, attention, routed_PLK=routed_BLK, states=states)
         rows.record_routing(batch)
         return self._model.logits(hidden_BH)

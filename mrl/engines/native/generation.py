@@ -23,6 +23,7 @@ from mrl.engines._multiturn_base import SequenceKey
 from mrl.engines.base import SamplingConfig
 from mrl.engines.native.decode_state import DecodeState
 from mrl.engines.native.kv_cache import KVCache
+from mrl.engines.native.linear_attention import prefill_states
 from mrl.engines.native.model import Decoder
 from mrl.engines.native.paused_sequences import RowCopy
 from mrl.engines.native.sampler import TokenSampler
@@ -144,7 +145,8 @@ class Generation:
             routed_PLK = None
             if self._rows.routed_SLK is not None:
                 routed_PLK = self._rows.routed_SLK.new_empty(tokens_P.numel(), *self._rows.routed_SLK.shape[1:])
-            hidden_NH = self._model.forward(tokens_P, attention.positions_P, attention, wanted_N, routed_PLK)
+            states = prefill_states(self._cache, chunks)
+            hidden_NH = self._model.forward(tokens_P, attention.positions_P, attention, wanted_N, routed_PLK, states)
             if routed_PLK is not None:
                 parts = torch.split(routed_PLK.cpu(), [chunk.stop - chunk.start for chunk in chunks])
                 for chunk, part in zip(chunks, parts, strict=True):

@@ -7,20 +7,25 @@ and its addresses stay the same while the memory is released: captured CUDA grap
 A layer with a sliding window needs slots only for the tokens in the window and for those of one forward. Where rows are
 longer, its slots are a ring: position p is in slot p % T, and overwrites a token that fell out of the window.
 
-With latent attention (`latent_attention.py`) there are no values: `values` are the keys, the same tensors.
+With latent attention (`latent_attention.py`) there are no values: `values` are the keys, the same tensors. A layer with
+linear attention has a state of fixed size for each row instead of slots.
 
 Shapes: S rows, K KV heads of this rank, T slots of a row (fewer in a ring), D head dim.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from torch import Tensor
 
 from mrl.engines.native.releasable_memory import MemoryRange
 from mrl.errors import UserError
+from mrl.models.base import ArchSpec
 
 SLOT_MULTIPLE = 16
 """Slots per row are rounded up to a multiple of this."""
@@ -30,16 +35,48 @@ RING_SPARE = 256
 """Least slots of a ring beyond the window: most tokens of a row in one forward."""
 
 
+@dataclass(frozen=True)
+class StateShape:
+    """State of a row in the layers with linear attention.
+
+    Attributes:
+        num_layers: Number of these layers.
+        conv_inputs: Shape of the last inputs of the convolution, in the dtype of keys: tokens, channels.
+        state: Shape of the recurrent state, in fp32: value heads, key dims, value dims.
+    """
+
+    num_layers: int
+    conv_inputs: tuple[int, int]
+    state: tuple[int, int, int]
+
+    def row_bytes(self, item_bytes: int) -> int:
+        """Returns the bytes of a row's states in all layers; `item_bytes`: of a number in the dtype of keys."""
+        each = math.prod(self.conv_inputs) * item_bytes + math.prod(self.state) * torch.float32.itemsize
+        return self.num_layers * each
+
+
+def state_shape(arch: ArchSpec, tp_size: int) -> StateShape | None:
+    """Returns the states of a model on one rank of a replica; None: no layer has linear attention."""
+    linear = arch.linear_attention
+    if linear is None:
+        return None
+    conv_inputs = linear.conv_kernel - 1, linear.channels // tp_size
+    state = linear.num_value_heads // tp_size, linear.key_head_dim, linear.value_head_dim
+    return StateShape(len(linear.layers), conv_inputs, state)
+
+
 class KVCache:
-    """Keys and values of all layers.
+    """Keys and values of the layers with softmax attention, and states of those with linear attention.
 
     Attributes:
         num_rows: S; at least what the last `reserve` returned.
         row_len: T; at least what the last `reserve` asked for.
         keys: Keys of each layer [S, K, T, D]; empty while the memory is released.
         values: Values of each layer [S, K, T, D]; empty while the memory is released.
+        conv_inputs: Last inputs of the convolution of each layer with linear attention, [S, tokens, channels].
+        states: Recurrent state of each layer with linear attention, fp32 [S, heads, key dims, value dims].
         shared_prefixes: Arguments of the last `set_shared_prefixes` as tensors.
-        windows: Sliding window of each layer; None: the layer attends to all tokens.
+        windows: Sliding window of each layer with softmax attention; None: the layer attends to all tokens.
         scale: Factor of attention's scores; None: D ** -0.5.
         keys_only: True if the values are the keys.
 
@@ -52,6 +89,7 @@ class KVCache:
         budget_bytes: Most bytes of the cache.
         scale: See above.
         keys_only: See above.
+        state: States of a row; None: no layer has linear attention.
     """
 
     def __init__(
@@ -65,6 +103,7 @@ class KVCache:
         budget_bytes: int,
         scale: float | None = None,
         keys_only: bool = False,
+        state: StateShape | None = None,
     ) -> None:
         self.budget_bytes = budget_bytes
         self.num_rows = 0
@@ -81,14 +120,19 @@ class KVCache:
         self._rows: list[Tensor] = []
         self.keys: list[Tensor] = []
         self.values: list[Tensor] = []
+        self._state = state
+        self._state_rows: list[Tensor] = []
+        self.conv_inputs: list[Tensor] = []
+        self.states: list[Tensor] = []
         self.shared_prefixes: tuple[Tensor, Tensor] | None = None
         self._shared: tuple[list[int], list[int]] | None = None
 
     def row_bytes(self, row_len: int) -> int:
-        """Returns the bytes of the keys and values of one row in all layers of this rank."""
+        """Returns the bytes of the keys, values and states of one row in all layers of this rank."""
         full, ring = self._slots(row_len)
         tokens = (len(self.windows) - self._num_windowed) * full + self._num_windowed * ring
-        return self._num_tensors * self.num_kv_heads * self._head_dim * self._dtype.itemsize * tokens
+        states = 0 if self._state is None else self._state.row_bytes(self._dtype.itemsize)
+        return self._num_tensors * self.num_kv_heads * self._head_dim * self._dtype.itemsize * tokens + states
 
     def fitting(self, row_len: int, other_row_bytes: int = 0) -> int:
         """Returns the number of rows that fit into the budget."""
@@ -151,7 +195,12 @@ class KVCache:
             torch.Size((self._num_tensors, count, self.num_rows, self.num_kv_heads, slots, self._head_dim))
             for count, slots in zip(counts, self._slots(self.row_len), strict=True)
         ]
-        sizes = [shape.numel() * self._dtype.itemsize for shape in shapes]
+        dtypes = [self._dtype, self._dtype]
+        if self._state is not None:
+            layers, rows = self._state.num_layers, self.num_rows
+            shapes += [torch.Size((layers, rows, *shape)) for shape in (self._state.state, self._state.conv_inputs)]
+            dtypes += [torch.float32, self._dtype]
+        sizes = [shape.numel() * dtype.itemsize for shape, dtype in zip(shapes, dtypes, strict=True)]
         needed = sum(sizes)
         if self._range is None or needed > self._range.num_bytes:
             # address space costs nothing on a GPU: with that of the full budget the cache grows in place
@@ -159,18 +208,19 @@ class KVCache:
             self._range = None
             self._range = MemoryRange(max(needed, most), self._device)
         self._range.take(needed)
-        full, ring = (
-            self._range.tensor(offset, shape, self._dtype) for offset, shape in zip((0, sizes[0]), shapes, strict=True)
-        )
-        self._rows = [full, ring]
-        layers = [iter(rows.unbind(1)) for rows in self._rows]
-        stored = [next(layers[window is not None]).unbind(0) for window in self.windows]
+        offsets = accumulate(sizes[:-1], initial=0)
+        tensors = [self._range.tensor(*each) for each in zip(offsets, shapes, dtypes, strict=True)]
+        self._rows, self._state_rows = tensors[:2], tensors[2:]
+        by_kind = [iter(rows.unbind(1)) for rows in self._rows]
+        stored = [next(by_kind[window is not None]).unbind(0) for window in self.windows]
         self.keys, self.values = [each[0] for each in stored], [each[-1] for each in stored]
+        if self._state_rows:
+            self.states, self.conv_inputs = ([*each.unbind()] for each in self._state_rows)
 
     def free(self) -> None:
         """Releases the memory; `reserve` allocates it again, at the same addresses and in the same shape."""
-        self._rows = []
-        self.keys, self.values = [], []
+        self._rows, self._state_rows = [], []
+        self.keys, self.values, self.states, self.conv_inputs = [], [], [], []
         if self._range is not None:
             self._range.release()
 
@@ -182,7 +232,8 @@ class KVCache:
     @property
     def addresses(self) -> tuple[int, ...]:
         """Address and shape of the cache, on which captured graphs depend; valid while memory is allocated."""
-        return tuple(number for rows in self._rows for number in (rows.data_ptr(), *rows.shape))
+        tensors = [*self._rows, *self._state_rows]
+        return tuple(number for rows in tensors for number in (rows.data_ptr(), *rows.shape))
 
     def set_shared_prefixes(self, shared: tuple[list[int], list[int]]) -> None:
         """Sets, for each row, another row and the number of leading slots that both share, until the next call."""
@@ -190,10 +241,15 @@ class KVCache:
             self._shared, self.shared_prefixes = shared, (torch.tensor(shared[0]), torch.tensor(shared[1]))
 
     def copy_row(self, source: int, target: int, length: int, num_targets: int = 1) -> None:
-        """Copies the slots of the first `length` positions of a row to `num_targets` rows from `target` on."""
+        """Copies the slots of the first `length` positions of a row to `num_targets` rows from `target` on.
+
+        States are copied as they are: with linear attention the row must contain exactly these positions.
+        """
         last = target + num_targets
         for rows in self._rows:  # a ring has fewer slots, and is copied whole
             rows[:, :, target:last, :, :length] = rows[:, :, source : source + 1, :, :length]
+        for rows in self._state_rows:
+            rows[:, target:last] = rows[:, source : source + 1]
 
 
 def ring_slots(window: int) -> int:

@@ -168,8 +168,8 @@ class LatentHeads:
         """Weights of the norms."""
         return [self.kv_norm] if self.q_a is None else [self.q_a[1], self.kv_norm]
 
-    def __call__(self, x_PH: Tensor, rotate: Rotation) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns queries [P, N, C], keys [P, 1, C] and the same keys as values."""
+    def __call__(self, x_PH: Tensor, rotate: Rotation) -> tuple[Tensor, Tensor, Tensor, None]:
+        """Returns queries [P, N, C], keys [P, 1, C], the same keys as values, and None for output gates."""
         mla = self.mla
         q_input = x_PH if self.q_a is None else self._norm(self.q_a[0](x_PH), self.q_a[1])
         q = self.q(q_input).view(x_PH.size(0), -1, mla.qk_head_dim)
@@ -187,7 +187,7 @@ class LatentHeads:
         out[:, num_heads, : mla.kv_lora_rank] = self._norm(latent_PL.contiguous(), self.kv_norm)
         out[:, num_heads:, mla.kv_lora_rank :] = key_P1R
         keys = out[:, num_heads:]
-        return out[:, :num_heads], keys, keys
+        return out[:, :num_heads], keys, keys, None
 
     def output(self, attended_PNC: Tensor) -> Tensor:
         """Returns the heads' values [P, N x V]."""

@@ -22,7 +22,7 @@ from mrl.engines._memory_plan import (
     sequence_bytes,
 )
 from mrl.engines.native.decode_state import routing_format
-from mrl.engines.native.kv_cache import SLOT_MULTIPLE, ring_slots
+from mrl.engines.native.kv_cache import SLOT_MULTIPLE, ring_slots, state_shape
 from mrl.engines.native.ngram_history import History
 from mrl.models.base import ArchSpec
 from mrl.parallel_layout import ParallelLayout
@@ -59,7 +59,9 @@ class NativeMemoryPlan(MemoryPlan):
         size = run.device.engine_copies or item_bytes(config)
         slots = math.ceil(longest(config) / SLOT_MULTIPLE) * SLOT_MULTIPLE
         windowed = len(arch.windowed_layers)
-        row_bytes = sequence_bytes(arch, slots, grid.rollout_tp, size, layers=arch.num_layers - windowed)
+        row_bytes = sequence_bytes(arch, slots, grid.rollout_tp, size, layers=len(arch.softmax_layers) - windowed)
+        if (state := state_shape(arch, grid.rollout_tp)) is not None:
+            row_bytes += state.row_bytes(size)
         if arch.sliding_window is not None:
             ring = min(slots, ring_slots(arch.sliding_window))
             row_bytes += sequence_bytes(arch, ring, grid.rollout_tp, size, layers=windowed)

@@ -22,12 +22,13 @@ from torch import Tensor
 from mrl.distributed.collectives import sum_in_rank_order
 from mrl.engines.native.experts import DOWN_BIAS, NAMES, FindAdapters, MoeLayer
 from mrl.engines.native.fp8_scales import Scales
-from mrl.engines.native.kv_cache import KVCache
+from mrl.engines.native.kv_cache import KVCache, StateShape
 from mrl.engines.native.latent_attention import HeadProducts, LatentHeads
+from mrl.engines.native.linear_attention import DeltaNetLayer, SequenceStates
 from mrl.engines.native.packed_linear import Linear, LinearAdapters, compute_dtype
 from mrl.engines.native.torch_ops import Attention, HeadNorms, Heads, Operations, Rotation
 from mrl.errors import UserError
-from mrl.models.base import Activation, ArchSpec, rotary_kinds
+from mrl.models.base import Activation, ArchSpec, linear_attention_of, rotary_kinds
 from mrl.models.kernels.rope_tables import rotary_tables
 from mrl.resharding.native import expert_shard
 
@@ -36,14 +37,20 @@ _KV_B = "kv_b"
 
 
 @dataclass
-class _Layer:
-    input_norm: Tensor
+class _SoftmaxAttention:
+    index: int  # among the layers with softmax attention
     heads: FusedHeads | LatentHeads
     sinks: Tensor | None
     o: Linear
+    is_windowed: bool
+
+
+@dataclass
+class _Layer:
+    input_norm: Tensor
+    mixer: _SoftmaxAttention | DeltaNetLayer
     post_norm: Tensor
     mlp: Mlp | MoeLayer
-    is_windowed: bool
     out_norms: tuple[Tensor, Tensor] | None  # of the outputs of attention and MLP
 
 
@@ -55,20 +62,25 @@ class FusedHeads:
         qkv: Product that gives queries, keys and values.
         head_norms: Weights of the norms of queries and keys; None: there are none.
         head_dim: D.
+        num_gates: Heads whose gates follow queries, keys and values; 0: the model has no output gates.
     """
 
     qkv: Linear
     head_norms: HeadNorms | None
     head_dim: int
+    num_gates: int = 0
 
     @property
     def norms(self) -> list[Tensor]:
         """Weights of the norms."""
         return [*(self.head_norms or ())]
 
-    def __call__(self, x_PH: Tensor, rotate: Rotation) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns queries [P, N, D], keys [P, K, D] and values [P, K, D]."""
-        return rotate(self.qkv(x_PH).view(x_PH.size(0), -1, self.head_dim), self.head_norms)
+    def __call__(self, x_PH: Tensor, rotate: Rotation) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """Returns queries [P, N, D], keys [P, K, D], values [P, K, D], and output gates [P, N x D] or None."""
+        qkv, gate = self.qkv(x_PH).view(x_PH.size(0), -1, self.head_dim), None
+        if self.num_gates:
+            qkv, gate = qkv[:, : -self.num_gates].contiguous(), qkv[:, -self.num_gates :].flatten(1)
+        return *rotate(qkv, self.head_norms), gate
 
     def output(self, attended_PND: Tensor) -> Tensor:
         """Returns the heads' values [P, N x D]."""
@@ -151,7 +163,9 @@ class Decoder:
         self._embedding_scale = None if scale is None else float(torch.tensor(scale, dtype=self.dtype))
         self._moe_index = {layer: index for index, layer in enumerate(arch.moe_layers)}
         self._experts = self._moe_layers(ep_size, scales, operations, find)
-        self.is_capturable = all(experts.is_capturable for experts in self._experts.values())
+        # a captured step is replayed to warm up, which would advance the states of linear attention
+        self.is_capturable = arch.linear_attention is None
+        self.is_capturable &= all(experts.is_capturable for experts in self._experts.values())
         self.has_expert_adapters = any(experts.has_adapters for experts in self._experts.values())
         self._linears = {
             name: self._linear(name, weight, scales, find)
@@ -226,12 +240,12 @@ class Decoder:
     @property
     def reads(self) -> list[Tensor]:
         """Tensors that a forward reads, except its arguments and the cache; complete after `refresh`."""
-        norms = [
-            x
-            for each in self._layers
-            for x in (each.input_norm, each.post_norm, *each.heads.norms, *(each.out_norms or ()))
-        ]
-        norms += [each.sinks for each in self._layers if each.sinks is not None]
+        norms = [x for each in self._layers for x in (each.input_norm, each.post_norm, *(each.out_norms or ()))]
+        for mixer in (each.mixer for each in self._layers):
+            if isinstance(mixer, DeltaNetLayer):
+                norms += mixer.reads
+            else:
+                norms += [*mixer.heads.norms, *([] if mixer.sinks is None else [mixer.sinks])]
         tables = [table for heads in (self._heads, self._local_heads) for table in (heads.cos, heads.sin)]
         parts = [tensor for part in self._parts() for tensor in part.reads]
         return [self._embed_table, self._final_norm, *tables, *norms, *parts]
@@ -257,9 +271,9 @@ class Decoder:
         self._layers = [
             _Layer(
                 input_norm=vectors[f"layers.{i}.input_norm"],
-                heads=self._attention_heads(i, vectors),
-                sinks=self._weights[f"layers.{i}.sinks"].float() if self._arch.attention_sinks else None,
-                o=self._linears[f"layers.{i}.o"],
+                mixer=self._linear_attention(i, vectors)
+                if i in self._arch.linear_layers
+                else self._softmax_attention(i, vectors),
                 post_norm=vectors[f"layers.{i}.post_norm"],
                 mlp=self._experts[i]
                 if i in self._experts
@@ -269,13 +283,21 @@ class Decoder:
                     self.operations,
                     self._arch.activation,
                 ),
-                is_windowed=i in self._arch.windowed_layers,
                 out_norms=(vectors[f"layers.{i}.attention_out_norm"], vectors[f"layers.{i}.mlp_out_norm"])
                 if self._arch.post_norms
                 else None,
             )
             for i in range(self._arch.num_layers)
         ]
+
+    def _softmax_attention(self, i: int, vectors: Mapping[str, Tensor]) -> _SoftmaxAttention:
+        return _SoftmaxAttention(
+            index=self._arch.softmax_layers.index(i),
+            heads=self._attention_heads(i, vectors),
+            sinks=self._weights[f"layers.{i}.sinks"].float() if self._arch.attention_sinks else None,
+            o=self._linears[f"layers.{i}.o"],
+            is_windowed=i in self._arch.windowed_layers,
+        )
 
     def _attention_heads(self, layer: int, vectors: Mapping[str, Tensor]) -> FusedHeads | LatentHeads:
         """Returns the projections of a layer; `vectors` has the weights of its norms."""
@@ -284,7 +306,8 @@ class Decoder:
             norms = None
             if f"{prefix}q_norm" in vectors:
                 norms = vectors[f"{prefix}q_norm"], vectors[f"{prefix}k_norm"]
-            return FusedHeads(linears[f"{prefix}qkv"], norms, self._arch.head_dim)
+            gates = self.num_heads if self._arch.output_gate else 0
+            return FusedHeads(linears[f"{prefix}qkv"], norms, self._arch.head_dim, gates)
         has_latent = mla.q_lora_rank is not None
         return LatentHeads(
             mla=mla,
@@ -294,6 +317,20 @@ class Decoder:
             kv_a=linears[f"{prefix}kv_a"],
             kv_norm=vectors[f"{prefix}kv_a_norm"],
             products=self._products[layer],
+        )
+
+    def _linear_attention(self, i: int, vectors: Mapping[str, Tensor]) -> DeltaNetLayer:
+        linear = linear_attention_of(self._arch)
+        return DeltaNetLayer(
+            index=linear.layers.index(i),
+            linear=linear,
+            in_proj=self._linears[f"layers.{i}.linear_in"],
+            conv=self._weights[f"layers.{i}.linear_conv"].to(self.dtype),
+            decay_log=vectors[f"layers.{i}.linear_a_log"],
+            step_bias=vectors[f"layers.{i}.linear_dt_bias"],
+            norm=vectors[f"layers.{i}.linear_norm"],
+            eps=self._arch.rms_norm_eps,
+            o=self._linears[f"layers.{i}.linear_out"],
         )
 
     def _parts(self) -> list[Linear | MoeLayer | HeadProducts]:
@@ -321,6 +358,7 @@ class Decoder:
         attention: Attention,
         wanted_N: Tensor | None = None,
         routed_PLK: Tensor | None = None,
+        states: SequenceStates | None = None,
     ) -> Tensor:
         """Collective over the replica: computes hidden states after the final norm, [P, H], or [N, H] of `wanted_N`.
 
@@ -331,6 +369,7 @@ class Decoder:
             wanted_N: Indices of tokens whose state is returned; the others skip the last layer's MLP unless its routing
                 is recorded. None: all.
             routed_PLK: Output: experts of each token and layer; None: not recorded.
+            states: States of the sequences; None: no layer has linear attention.
         """
         norm, eps = partial(self.operations.norm, offset=self._arch.norm_offset), self._arch.rms_norm_eps
         everywhere = windowed = self.operations.rotation(self._heads, positions_P)
@@ -339,11 +378,14 @@ class Decoder:
         x_PH, share_PH = self._embed(tokens_P), None
         for i, layer in enumerate(self._layers):
             x_PH, normed_PH = norm(x_PH, layer.input_norm, eps, share_PH)
-            rotate = windowed if layer.is_windowed else everywhere
-            attended = attention(i, *layer.heads(normed_PH, rotate), layer.sinks)
+            if isinstance(layer.mixer, DeltaNetLayer):
+                mixed = layer.mixer.mix(normed_PH, states)
+            else:
+                rotate = windowed if layer.mixer.is_windowed else everywhere
+                mixed = self._attend(layer.mixer, normed_PH, rotate, attention)
             if wanted_N is not None and routed_PLK is None and i == len(self._layers) - 1:
-                x_PH, attended = x_PH[wanted_N], attended[wanted_N]
-            added_PH = self._sum(layer.o(layer.heads.output(attended)))
+                x_PH, mixed = x_PH[wanted_N], mixed[wanted_N]
+            added_PH = self._sum(layer.mixer.o(mixed))
             if layer.out_norms is not None:
                 _, added_PH = norm(added_PH, layer.out_norms[0], eps)
             x_PH, normed_PH = norm(x_PH, layer.post_norm, eps, added_PH)
@@ -355,6 +397,12 @@ class Decoder:
                 _, share_PH = norm(share_PH, layer.out_norms[1], eps)
         _, normed_PH = norm(x_PH, self._final_norm, eps, share_PH)
         return normed_PH if wanted_N is None or routed_PLK is None else normed_PH[wanted_N]
+
+    def _attend(self, layer: _SoftmaxAttention, x_PH: Tensor, rotate: Rotation, attention: Attention) -> Tensor:
+        """Returns the inputs of the output projection, [P, N x D], or [P, N x V] with latent attention."""
+        q_PND, k_PKD, v_PKD, gate = layer.heads(x_PH, rotate)
+        mixed = layer.heads.output(attention(layer.index, q_PND, k_PKD, v_PKD, layer.sinks))
+        return mixed if gate is None else mixed * gate.sigmoid()
 
     @torch.inference_mode()
     def logits(self, hidden_NH: Tensor) -> Tensor:
@@ -390,8 +438,8 @@ class Decoder:
         for _ in range(self._arch.num_layers):
             attention(0, q_PND, k_PKD, v_PKD, None)
 
-    def kv_cache(self, windows: Sequence[int | None], budget_bytes: int) -> KVCache:
-        """Returns an empty cache for layers with these sliding windows."""
+    def kv_cache(self, windows: Sequence[int | None], budget_bytes: int, state: StateShape | None = None) -> KVCache:
+        """Returns an empty cache for layers with these sliding windows, and for the states of linear attention."""
         mla, scale = self._arch.mla, self._arch.attention_scale
         return KVCache(
             windows=windows,
@@ -403,6 +451,7 @@ class Decoder:
             # in latent attention the size of a cached key is not that of a head
             scale=self._arch.head_dim**-0.5 if scale is None and mla is not None else scale,
             keys_only=mla is not None,
+            state=state,
         )
 
     def _embed(self, tokens_P: Tensor) -> Tensor:

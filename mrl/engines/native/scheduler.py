@@ -99,7 +99,7 @@ class Scheduler:
         room: Longest response, tokens.
         share_prefill: Prefill a prompt once for all its samples.
         keeps_prompts: A running row keeps the slots of its prompt, with which further samples can start; False: samples
-            that find no free row prefill the prompt again (`KVCache.wraps`).
+            that find no free row prefill the prompt again (`KVCache.wraps`, or linear attention).
         parking: Rows for paused sequences; None: none pauses.
     """
 
@@ -219,6 +219,8 @@ class Scheduler:
                 rows.append(target)
                 self.running.append(RunningSample(group, group.pending.popleft(), step))
         self._started = [group for group in self._started if group.pending]
+        if self._started and not self._keeps_prompts:
+            raise RuntimeError("samples wait for a row with the state of their prompt, which no row keeps")
         return rows, moves
 
     def retire(

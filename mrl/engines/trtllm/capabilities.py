@@ -37,6 +37,12 @@ def structure_errors(config: Config, arch: ArchSpec) -> Iterator[str]:
             "support with TensorRT-LLM. Use rollout.name=native."
         )
         return
+    if arch.linear_attention is not None or arch.output_gate:
+        yield (
+            f"rollout.name={config.rollout.name}: '{arch.family}' has linear attention and output gates, which mrl "
+            "does not support with TensorRT-LLM. Use rollout.name=native."
+        )
+        return
     if arch.post_norms:
         yield (
             f"rollout.name={config.rollout.name}: a {arch.family} model has norms after attention and MLP, which mrl "

@@ -48,6 +48,12 @@ class VllmCapabilities(EngineCapabilities):
                 "Use rollout.name=native, or sequences (rollout.prompt_length + rollout.response_length) of at most "
                 f"{arch.sliding_window} tokens."
             )
+        if arch.linear_attention is not None or arch.output_gate:
+            yield (
+                f"rollout.name={NAME}: '{arch.family}' has linear attention and output gates, for which mrl does not "
+                "update weights in vLLM. Use rollout.name=native."
+            )
+            return
         if arch.attention_sinks:
             yield from _sinks_rules(config, arch)
         if arch.mla is not None:

@@ -17,6 +17,7 @@ from mrl.models.base import ArchSpec
 from mrl.trainer.validation.data import data_rules, evaluation_rules
 from mrl.trainer.validation.episodes import episode_rules
 from mrl.trainer.validation.experts import expert_rules
+from mrl.trainer.validation.linear_attention import linear_attention_rules
 from mrl.trainer.validation.lora import adapted_module_rules, lora_rules
 from mrl.trainer.validation.megatron import megatron_rules, name_rules
 from mrl.trainer.validation.model import check_size, model_rules, token_rules
@@ -106,6 +107,7 @@ def check(
         *latent_attention_rules(config, arch),
         *expert_rules(config, arch, grid, supervised=learns_from != "samples"),
         *expert_rule(config, arch),
+        *linear_attention_rules(config, arch, grid),
         *adapted_module_rules("actor.lora", config.actor.lora, arch),
         *engine_capabilities(config.rollout.name).model_errors(config, arch),
         *megatron_rules(config, arch, grid),

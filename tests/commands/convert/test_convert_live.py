@@ -8,8 +8,10 @@ from mrl.checkpoint.formats.hf import HfSource, HfTarget
 from mrl.checkpoint.formats.megatron import MegatronSource, MegatronTarget
 from mrl.commands.convert.convert import convert
 from mrl.megatron import checkpoint
+from mrl.models.presets import arch_from_preset
 from mrl.parallel_layout import ParallelLayout
-from tests.megatron.actors import ARCHS, MIXTURES, make_batch, make_policy, scores, train
+from tests.megatron.actors import ARCHS, MIXTURES, VOCAB, make_batch, make_policy, scores, train
+from tests.megatron.actors import LINEAR as DENSE_LINEAR
 from tests.megatron.test_model import PARITY, SIZES, TEMPERATURE, by_transformers
 from tests.ranks import run_ranks
 
@@ -59,12 +61,32 @@ MODELS = {
         "moe_intermediate_size": 32,
     },
 }
+LINEAR = {
+    "head_dim": 16,
+    "full_attention_interval": 2,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
+}
+MODELS["qwen3_next"] = {
+    "model_type": "qwen3_next",
+    **SIZES,
+    **LINEAR,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 24,
+}
+MODELS["qwen3_5_text"] = {"model_type": "qwen3_5_text", **SIZES, **LINEAR}
 WRITTEN = {
     "qwen2": ParallelLayout(4, tp=4),
     "qwen3_moe": ParallelLayout(4, pp=2, ep=2),
     "gemma3_text": ParallelLayout(4, tp=2, pp=2),
     "gpt_oss": ParallelLayout(4, pp=2, ep=2),
     "deepseek_v3": ParallelLayout(4, tp=2, pp=2),
+    "qwen3_next": ParallelLayout(4, pp=2, ep=2),
+    "qwen3_5_text": ParallelLayout(2, tp=2),
 }
 LIVE = {
     "qwen2": ParallelLayout(2, pp=2),
@@ -72,7 +94,10 @@ LIVE = {
     "gemma3_text": ParallelLayout(2, pp=2),
     "gpt_oss": ParallelLayout(4, tp=2, ep=2, etp=1),
     "deepseek_v3": ParallelLayout(2, ep=2),
+    "qwen3_next": ParallelLayout(4, tp=2, ep=2, etp=1),
+    "qwen3_5_text": ParallelLayout(2, pp=2),
 }
+OF_LINEAR = {"qwen3_next": arch_from_preset("qwen3_next_tiny", {}, VOCAB), "qwen3_5_text": DENSE_LINEAR}
 OPTIONS = {"rollout": {"temperature": TEMPERATURE}, "actor": {"max_tokens_per_microbatch": 150}}
 
 
@@ -105,7 +130,7 @@ def trained(folder, arch, grid, batch):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_what_training_saved_scores_the_same_in_transformers(name, tmp_path):
-    arch, batch = {**ARCHS, **MIXTURES}[name], make_batch(6, seed=8, longest=40)
+    arch, batch = {**ARCHS, **MIXTURES, **OF_LINEAR}[name], make_batch(6, seed=8, longest=40)
     found = run_ranks(LIVE[name].world_size, trained, tmp_path / "actor", arch, LIVE[name], batch)[0]
     with MegatronSource(tmp_path / "actor") as source:
         convert(source, HfTarget(source.arch, "float32"), tmp_path / "hf")

@@ -20,7 +20,7 @@ from mrl.resharding.dtypes import allocate
 from mrl.resharding.hf import hf_layout
 from mrl.resharding.trtllm import TrtllmMapping
 from tests.checkpoint.formats.test_hf import write_folder
-from tests.resharding.archs import small
+from tests.resharding.archs import LINEAR, small
 
 pytestmark = pytest.mark.slow
 
@@ -42,6 +42,8 @@ FAMILIES = {
     "gpt_oss, fused": (small("gpt_oss_tiny"), "bfloat16"),
     "deepseek_v3": (small("deepseek_v3_tiny", **LATENT, n_group=2, topk_group=1), "bfloat16"),
     "deepseek_v2": (small("deepseek_v2_tiny", **LATENT), "float32"),
+    "qwen3_next": (small("qwen3_next_tiny", **MOE, **LINEAR), "bfloat16"),
+    "qwen3_5_text": (small("qwen3_5_text_tiny", **LINEAR), "float32"),
     "glm4_moe": (small("glm4_moe_tiny", **MOE, use_qk_norm=True, head_dim=4), "bfloat16"),
 }
 """101 rows of vocabulary, a prime; 8 query heads, 4 layers, 4 experts."""

@@ -28,6 +28,8 @@ CASES = {
     "phi3_tiny": ParallelLayout(4, tp=2, rollout_tp=4),
     "gemma3_1b": ParallelLayout(4, tp=2, pp=2, rollout_tp=2),
     "gpt_oss_20b": ParallelLayout(16, tp=2, pp=2, ep=4, etp=1, rollout_tp=2),
+    "qwen3_next_80b_a3b": ParallelLayout(16, tp=2, pp=2, ep=4, etp=1, rollout_tp=2),
+    "qwen3.5_9b_text": ParallelLayout(2, tp=2, rollout_tp=2),
     "glm4_moe_tiny": ParallelLayout(8, tp=2, pp=2, ep=4, etp=1, rollout_tp=4, rollout_ep=2),
     "deepseek_v3_671b_a37b": ParallelLayout(
         512, tp=8, pp=8, ep=64, etp=1, rollout_tp=32, rollout_ep=32, first_stage_layers=7, last_stage_layers=6
@@ -66,6 +68,7 @@ def test_structure_is_kept_and_every_rank_can_hold_its_part(preset):
         "zero_centered_norms",
         "scaled_embeddings",
         "activation",
+        "output_gate",
     )
     assert {name: getattr(small, name) for name in kept} == {name: getattr(arch, name) for name in kept}
     layouts = [megatron_layout(small, used, rank, dtype="bfloat16", te=False) for rank in range(used.world_size)]
@@ -133,6 +136,14 @@ def test_stages_stay_uneven():
 def test_every_chunk_of_a_virtual_pipeline_has_a_layer():
     _, _, small, used = shrunk("llama3.1_70b")
     assert used.vpp == 2 and {len(layers) for layers in chunk_layers(small, used).values()} == {1}
+
+
+@pytest.mark.parametrize("preset", ["qwen3_next_80b_a3b", "qwen3.5_9b_text"])
+def test_some_layers_have_linear_attention_and_value_heads_share_key_heads(preset):
+    _, _, small, _ = shrunk(preset)
+    assert small.linear_layers and small.softmax_layers
+    assert small.linear_attention.num_value_heads == 2 * small.linear_attention.num_key_heads
+    assert arch_from_config(family_of(small).arch_to_hf(small)) == small
 
 
 @pytest.mark.parametrize(("vocab_size", "padded"), [(151936, False), (151937, True)])

@@ -382,7 +382,7 @@ def test_experts_within_groups_of_a_softmax_are_refused():
         arch_from_config(dict(DEEPSEEK_V2))
 
 
-REFUSED_TYPES = ["deepseek_v32", "glm4_moe_lite", "kimi_linear", "qwen3_next", "llama4_text", "gemma2"]
+REFUSED_TYPES = ["deepseek_v32", "glm4_moe_lite", "kimi_linear", "qwen3_5", "llama4_text", "gemma2"]
 
 
 @pytest.mark.parametrize("kind", REFUSED_TYPES)

@@ -22,7 +22,8 @@ MODELS = {
     # latent attention, experts in groups
     "deepseek_v3": [
         "model.preset=deepseek_v3_tiny",
-        "model.overrides={num_hidden_layers: 4, num_key_value_heads: 4, moe_intermediate_size: 32}",
+        "model.overrides={num_hidden_layers: 4, num_key_value_heads: 4, moe_intermediate_size: 32, "
+        "first_k_dense_replace: 2}",
     ],
 }
 EP2 = ["parallel.expert_model_parallel_size=2"]

@@ -1,5 +1,7 @@
 """Converted weights in live models: Megatron's at another layout than the one that was written, and transformers'."""
 
+from copy import deepcopy
+
 import pytest
 import torch
 import transformers
@@ -110,7 +112,9 @@ def scored(folder, arch, grid, batch):
 @pytest.mark.parametrize("name", MODELS)
 def test_a_converted_checkpoint_scores_as_transformers_do_at_another_layout(name, tmp_path):
     torch.manual_seed(5)
-    model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(**MODELS[name])).eval()
+    model = transformers.AutoModelForCausalLM.from_config(
+        transformers.AutoConfig.for_model(**deepcopy(MODELS[name]))
+    ).eval()
     model.save_pretrained(tmp_path / "hf")
     batch = make_batch(6, seed=7, longest=40)
     with HfSource(tmp_path / "hf") as source:

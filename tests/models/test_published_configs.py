@@ -179,7 +179,9 @@ def test_a_public_config_is_the_model_of_its_page(name):
     assert arch_from_config(json.loads(json.dumps(family_of(arch).arch_to_hf(arch)))) == arch
 
 
-@pytest.mark.parametrize("kind", ["deepseek_v2", "deepseek_v3", "kimi_k2", "qwen3_next", "llama4_text", "gemma2"])
+@pytest.mark.parametrize(
+    "kind", ["deepseek_v2", "deepseek_v3", "kimi_k2", "qwen3_5", "qwen3_5_moe", "llama4_text", "gemma2"]
+)
 def test_a_model_that_mrl_lacks_is_refused_by_its_type(kind):
     with pytest.raises(UserError, match=f"model_type is '{kind}'; mrl supports "):
         arch_from_config({"model_type": kind, **sizes(64, 64, 2, 2, 2, 100, 512, 1e4)})

@@ -135,7 +135,10 @@ def with_linear_attention(arch: ArchSpec, config: Mapping[str, Any], defaults: M
     """
     layers = tuple(index for index, kind in enumerate(_layer_types(config, arch.num_layers)) if kind == LINEAR)
     if len(layers) == arch.num_layers:
-        raise UserError(f"config.json: all {len(layers)} layers have linear attention; expected '{FULL}' in some.")
+        raise UserError(
+            f"config.json: all {len(layers)} layers have linear attention, and transformers runs no such model. Set "
+            f"{_INTERVAL} to at most {len(layers)}, or name '{FULL}' in layer_types."
+        )
     sizes = {field: positive_int(config, key, defaults) for field, key in _SIZES.items()}
     if sizes["num_value_heads"] % sizes["num_key_heads"]:
         raise UserError(

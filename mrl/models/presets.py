@@ -45,6 +45,7 @@ _TINY_EXPERTS: dict[str, Any] = {"moe_intermediate_size": 64, "num_experts_per_t
 
 _TINY_LINEAR: dict[str, Any] = {
     "head_dim": 16,
+    "full_attention_interval": 2,
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
     "linear_key_head_dim": 8,

@@ -64,7 +64,7 @@ BIASED_MIXTURE = MIXTURES["glm4_moe"]
 """Dense in the first layer, and with a bias where experts are selected."""
 SINKS_MIXTURE = replace(MIXTURES["gpt_oss"], num_layers=2, windowed_layers=(0,))
 """With attention sinks, and biases of router and experts."""
-LINEAR = arch_from_preset("qwen3_5_text_tiny", {"num_hidden_layers": 2, "full_attention_interval": 2}, VOCAB)
+LINEAR = arch_from_preset("qwen3_5_text_tiny", {"num_hidden_layers": 2}, VOCAB)
 """Linear attention in the first of two layers."""
 HALF_DENSE_MIXTURE = arch_from_preset("glm4_moe_tiny", {"first_k_dense_replace": 2}, VOCAB)
 """The first of two pipeline stages has no experts."""

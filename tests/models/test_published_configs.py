@@ -48,6 +48,32 @@ PHI3 = {
     "tie_word_embeddings": False,
     "pad_token_id": 32000,
 }
+QWEN3_NEXT = {
+    "model_type": "qwen3_next",
+    "architectures": ["Qwen3NextForCausalLM"],
+    "attention_bias": False,
+    "decoder_sparse_step": 1,
+    "full_attention_interval": 4,
+    "head_dim": 256,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "linear_value_head_dim": 128,
+    "mlp_only_layers": [],
+    "moe_intermediate_size": 512,
+    "norm_topk_prob": True,
+    "num_experts": 512,
+    "num_experts_per_tok": 10,
+    "output_router_logits": False,
+    "partial_rotary_factor": 0.25,
+    "rms_norm_eps": 1e-6,
+    "rope_scaling": None,
+    "router_aux_loss_coef": 0.001,
+    "shared_expert_intermediate_size": 512,
+    "tie_word_embeddings": False,
+    "use_sliding_window": False,
+}
 GLM = {
     "model_type": "glm4_moe",
     "architectures": ["Glm4MoeForCausalLM"],
@@ -153,6 +179,11 @@ LONG = {"type": "longrope", "short_factor": [1.0] * 48, "long_factor": [2.0] * 4
 
 READ = {
     # parameters, sliding window
+    "Qwen/Qwen3-Next-80B-A3B-Instruct": (
+        {**QWEN3_NEXT, **sizes(2048, 5120, 48, 16, 2, 151936, 262144, 10000000)},
+        81_324_862_720,
+        None,
+    ),
     "mistralai/Mistral-7B-v0.1": (
         {**MISTRAL, **sizes(4096, 14336, 32, 32, 8, 32000, 32768, 10000.0), "sliding_window": 4096},
         7_241_732_096,
@@ -382,7 +413,29 @@ def test_experts_within_groups_of_a_softmax_are_refused():
         arch_from_config(dict(DEEPSEEK_V2))
 
 
-REFUSED_TYPES = ["deepseek_v32", "glm4_moe_lite", "kimi_linear", "qwen3_5", "llama4_text", "gemma2"]
+def test_positions_of_three_kinds_do_not_change_the_text_model_of_qwen3_5():
+    """As the text part of a published Qwen3.5 names them, with the keys that transformers does not read."""
+    rope = {
+        "mrope_interleaved": True,
+        "mrope_section": [11, 11, 10],
+        "partial_rotary_factor": 0.25,
+        "rope_theta": 10000000,
+        "rope_type": "default",
+    }
+    given = {
+        "model_type": "qwen3_5_moe_text",
+        **sizes(2048, 512, 40, 16, 2, 248320, 262144, 1e7),
+        "rope_parameters": rope,
+        "attn_output_gate": True,
+        "mamba_ssm_dtype": "float32",
+        "mtp_num_hidden_layers": 1,
+    }
+    assert arch_from_config(given) == arch_from_preset("qwen3.5_35b_a3b_text", {}, None)
+    with pytest.raises(UserError, match="attn_output_gate is False"):
+        arch_from_config({**given, "attn_output_gate": False})
+
+
+REFUSED_TYPES = ["deepseek_v32", "glm4_moe_lite", "kimi_linear", "qwen3_5", "qwen3_5_moe", "llama4_text", "gemma2"]
 
 
 @pytest.mark.parametrize("kind", REFUSED_TYPES)

@@ -43,7 +43,7 @@ class PrefillAttention:
     """
 
     def __init__(self, cache: KVCache, chunks: Sequence[PrefillChunk], compiled: Library | None = None) -> None:
-        device = cache.keys[0].device
+        device = cache.device
         self._cache, self._compiled = cache, compiled
         self.positions_P = torch.cat([torch.arange(chunk.start, chunk.stop) for chunk in chunks]).to(device)
         counts = torch.tensor([chunk.stop - chunk.start for chunk in chunks])

@@ -79,13 +79,14 @@ class KVCache:
         windows: Sliding window of each layer with softmax attention; None: the layer attends to all tokens.
         scale: Factor of attention's scores; None: D ** -0.5.
         keys_only: True if the values are the keys.
+        device: Device of the cache.
 
     Args:
         windows: See above; one entry per layer.
         num_kv_heads: KV heads of this rank.
         head_dim: D.
         dtype: Dtype of keys and values.
-        device: Device of the cache.
+        device: See above.
         budget_bytes: Most bytes of the cache.
         scale: See above.
         keys_only: See above.
@@ -115,7 +116,7 @@ class KVCache:
         self._num_windowed = sum(each is not None for each in windows)
         self._head_dim = head_dim
         self._dtype = dtype
-        self._device = device
+        self.device = device
         self._range: MemoryRange | None = None
         self._rows: list[Tensor] = []
         self.keys: list[Tensor] = []
@@ -204,9 +205,9 @@ class KVCache:
         needed = sum(sizes)
         if self._range is None or needed > self._range.num_bytes:
             # address space costs nothing on a GPU: with that of the full budget the cache grows in place
-            most = self.budget_bytes if self._device.type == "cuda" else 0
+            most = self.budget_bytes if self.device.type == "cuda" else 0
             self._range = None
-            self._range = MemoryRange(max(needed, most), self._device)
+            self._range = MemoryRange(max(needed, most), self.device)
         self._range.take(needed)
         offsets = accumulate(sizes[:-1], initial=0)
         tensors = [self._range.tensor(*each) for each in zip(offsets, shapes, dtypes, strict=True)]

@@ -105,7 +105,7 @@ class PrefillStates:
     """
 
     def __init__(self, cache: KVCache, chunks: Sequence[PrefillChunk]) -> None:
-        device = cache.states[0].device
+        device = cache.device
         self._cache = cache
         self._parts: list[tuple[int, int, Tensor]] = []
         for (start, stop), members in groupby(chunks, key=lambda chunk: chunk.extent):

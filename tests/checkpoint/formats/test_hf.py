@@ -26,6 +26,9 @@ from mrl.resharding.megatron import megatron_layout
 from mrl.resharding.native import native_layout
 from tests.resharding.archs import ARCHS, ODD_VOCAB, counted, filled, small
 
+DENSE = {name: arch for name, arch in ARCHS.items() if arch.moe is None}
+"""Models whose tensors have the same names in a folder and in transformers."""
+
 
 def save_model(arch, folder, **how):
     """A folder as transformers saves it; returns its tensors."""
@@ -46,7 +49,7 @@ def write_folder(arch, folder, tensors=None):
     save_file(dict(join(tensors.items(), written_together(arch))), folder / "model.safetensors")
 
 
-@pytest.mark.parametrize("arch", ARCHS.values(), ids=ARCHS)
+@pytest.mark.parametrize("arch", DENSE.values(), ids=DENSE)
 @pytest.mark.parametrize("shard_size", ["5GB", "20KB"])
 def test_each_rank_gets_its_slices_of_what_transformers_saved(arch, shard_size, tmp_path):
     hf = save_model(arch, tmp_path, max_shard_size=shard_size)

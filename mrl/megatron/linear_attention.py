@@ -17,6 +17,7 @@ from megatron.core.tensor_parallel.layers import (
 from megatron.core.tensor_parallel.mappings import copy_to_tensor_model_parallel_region
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from mrl.config.config import ParallelConfig
 from mrl.errors import UserError
@@ -37,6 +38,8 @@ class _Weight(torch.nn.Module):
 class GatedDeltaNet(torch.nn.Module):
     """Gated delta net of one layer; Megatron builds it as the layer's self-attention.
 
+    With selective recompute of attention, everything between the two projections is computed again in the backward.
+
     Args:
         config: Megatron's config.
         linear: Sizes of the heads.
@@ -50,6 +53,8 @@ class GatedDeltaNet(torch.nn.Module):
         super().__init__()
         ranks, dtype = config.tensor_model_parallel_size, config.params_dtype
         self._linear, self._eps = linear, config.layernorm_epsilon
+        selective = config.recompute_granularity == "selective"
+        self._recomputes = selective and "core_attn" in (config.recompute_modules or ())
         self._group = None if pg_collection is None else pg_collection.tp
         options = {
             "config": config,
@@ -87,18 +92,26 @@ class GatedDeltaNet(torch.nn.Module):
         """
         if attention_mask is not None or packed_seq_params is None or packed_seq_params.linear is None:
             raise ValueError("linear attention takes packed sequences with a plan, and no mask")
-        plan = packed_seq_params.linear
         rows, _ = self.in_proj(hidden_states)
-        projected = split_projection(rows.squeeze(1), self._linear)
+        if self._recomputes and torch.is_grad_enabled():
+            normed = checkpoint(
+                self._mix, rows.squeeze(1), packed_seq_params.linear, use_reentrant=False, preserve_rng_state=False
+            )
+        else:
+            normed = self._mix(rows.squeeze(1), packed_seq_params.linear)
+        output, _ = self.out_proj(normed[:, None])
+        return output, None
+
+    def _mix(self, rows: Tensor, plan: LinearAttentionPlan) -> Tensor:
+        """Returns the inputs of the output projection from rows of the input projection."""
+        projected = split_projection(rows, self._linear)
         taps = plan.taps.gather(_with_zeros(projected.mixed)).view(
             -1, self._linear.conv_kernel, projected.mixed.size(1)
         )
         scan = scan_inputs(convolve(taps, self.conv1d.weight), projected, self.A_log, self.dt_bias, self._linear)
         # each rank normalises its own heads, so the gradient of the weight is summed over the ranks
         weight = copy_to_tensor_model_parallel_region(self.norm.weight, group=self._group)
-        normed = gated_norm(_scanned(scan, plan), projected.gate, weight, self._eps)
-        output, _ = self.out_proj(normed[:, None])
-        return output, None
+        return gated_norm(_scanned(scan, plan), projected.gate, weight, self._eps)
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None

@@ -282,6 +282,14 @@ class ActorShape:
     def _linear_attention(self) -> int:
         """Returns what a gated delta net saves, measured: its projections, the convolution's inputs, and its chunks."""
         linear = linear_attention_of(self._arch)
+        if "core_attn" in self._recompute.modules:
+            kept = linear.channels + 2 * linear.value_size + 2 * linear.num_value_heads
+            return self._tokens * kept // self._grid.tp * self._itemsize
+        return self._between_projections()
+
+    def _between_projections(self) -> int:
+        """Returns what a gated delta net saves without recompute."""
+        linear = linear_attention_of(self._arch)
         channels = linear.channels * (linear.conv_kernel + 2) + 2 * linear.value_size
         key, value = linear.key_head_dim, linear.value_head_dim
         of_head = 4 * CHUNK + 7 * key + 6 * value + 3 * key * value // CHUNK
@@ -365,7 +373,10 @@ class ActorShape:
         step = max((rows * (2 * width + arch.hidden_size) + weight) * size, keys)
         if self._recompute.method is not None:
             return step + self._recompute.layers_at_a_time * self._saved_by_layer()
-        attention = self._attended(values=0) if self._compiled else self._core_attention()
+        if self._is_linear:
+            attention = self._between_projections()
+        else:
+            attention = self._attended(values=0) if self._compiled else self._core_attention()
         recomputed = attention if "core_attn" in self._recompute.modules else 0
         return step + max(recomputed, self._mlp_or_experts() if self._recomputes_mlp() else 0)
 

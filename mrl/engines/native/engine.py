@@ -34,7 +34,6 @@ from mrl.engines.native.drafting import NOT_HERE, Drafting
 from mrl.engines.native.experts import FindAdapters
 from mrl.engines.native.fp8_scales import Scales
 from mrl.engines.native.generation import Generation
-from mrl.engines.native.kv_cache import state_shape
 from mrl.engines.native.linear_attention import decode_states
 from mrl.engines.native.model import Decoder
 from mrl.engines.native.multiturn import MultiTurnGeneration, pool_rows
@@ -107,9 +106,7 @@ class NativeEngine(RolloutEngine):
         if device.type == "cpu":  # on a CPU, pages of zeros are allocated when they are first written
             later_bytes += sum(weight.nbytes for weight in self._weights.values())
         self._cache = self._model.kv_cache(
-            [arch.window_of(layer) for layer in arch.softmax_layers],
-            kv_budget(device, config.gpu_memory_utilization, tp_group, later_bytes=later_bytes),
-            state_shape(arch, tp_size),
+            kv_budget(device, config.gpu_memory_utilization, tp_group, later_bytes=later_bytes)
         )
         self._copies = self._place_copies()
         self._drafting = Drafting.create_if_supported(spec, self._model, self._cache)

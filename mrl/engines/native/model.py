@@ -22,7 +22,7 @@ from torch import Tensor
 from mrl.distributed.collectives import sum_in_rank_order
 from mrl.engines.native.experts import DOWN_BIAS, NAMES, FindAdapters, MoeLayer
 from mrl.engines.native.fp8_scales import Scales
-from mrl.engines.native.kv_cache import KVCache, StateShape
+from mrl.engines.native.kv_cache import KVCache, state_shape
 from mrl.engines.native.latent_attention import HeadProducts, LatentHeads
 from mrl.engines.native.linear_attention import DeltaNetLayer, SequenceStates
 from mrl.engines.native.packed_linear import Linear, LinearAdapters, compute_dtype
@@ -427,7 +427,7 @@ class Decoder:
     def own_attention(self, num_tokens: int, num_slots: int) -> None:
         """Runs the attention of a decode step of `num_tokens` rows over `num_slots` slots each, for timing."""
         dim, device = self.cache_dim, self._embed_table.device
-        cache = self.kv_cache([None], sys.maxsize)
+        cache = self.kv_cache(sys.maxsize, [None])
         cache.reserve(num_tokens, num_slots)
         positions_P = torch.full((num_tokens,), num_slots - 1, device=device)
         attention = self.operations.decode_attention(cache, positions_P, num_slots, self.num_heads)
@@ -438,9 +438,11 @@ class Decoder:
         for _ in range(self._arch.num_layers):
             attention(0, q_PND, k_PKD, v_PKD, None)
 
-    def kv_cache(self, windows: Sequence[int | None], budget_bytes: int, state: StateShape | None = None) -> KVCache:
-        """Returns an empty cache for layers with these sliding windows, and for the states of linear attention."""
-        mla, scale = self._arch.mla, self._arch.attention_scale
+    def kv_cache(self, budget_bytes: int, windows: Sequence[int | None] | None = None) -> KVCache:
+        """Returns an empty cache for the layers of the model, or for layers with softmax attention and these windows."""
+        arch, scale, state = self._arch, self._arch.attention_scale, None
+        if windows is None:
+            windows, state = [arch.window_of(layer) for layer in arch.softmax_layers], state_shape(arch, self._tp_size)
         return KVCache(
             windows=windows,
             num_kv_heads=self.num_kv_heads,
@@ -449,8 +451,8 @@ class Decoder:
             device=self._embed_table.device,
             budget_bytes=budget_bytes,
             # in latent attention the size of a cached key is not that of a head
-            scale=self._arch.head_dim**-0.5 if scale is None and mla is not None else scale,
-            keys_only=mla is not None,
+            scale=arch.head_dim**-0.5 if scale is None and arch.mla is not None else scale,
+            keys_only=arch.mla is not None,
             state=state,
         )
 

@@ -439,7 +439,7 @@ class Decoder:
             attention(0, q_PND, k_PKD, v_PKD, None)
 
     def kv_cache(self, budget_bytes: int, windows: Sequence[int | None] | None = None) -> KVCache:
-        """Returns an empty cache for the layers of the model, or for layers with softmax attention and these windows."""
+        """Returns an empty cache for the model, or for layers with softmax attention and these windows."""
         arch, scale, state = self._arch, self._arch.attention_scale, None
         if windows is None:
             windows, state = [arch.window_of(layer) for layer in arch.softmax_layers], state_shape(arch, self._tp_size)

@@ -35,8 +35,9 @@ from mrl.config.config import (
     TrainConfig,
 )
 from mrl.errors import UserError
-from mrl.models._keys import DECODER_KEYS
+from mrl.models._keys import DECODER_KEYS, WINDOW_KEYS
 from mrl.models._positions import is_longrope
+from mrl.models._quantization import QUANTIZED
 from mrl.models.base import ArchSpec
 from mrl.models.hf_config import family_of
 from mrl.models.presets import PRESETS
@@ -397,6 +398,8 @@ def _model(model: ModelConfig, arch: ArchSpec, small: ArchSpec, folder: Path) ->
 def _sizes_of(preset: str, small: ArchSpec) -> dict[str, Any]:
     """Returns the overrides of a preset's config.json that make it the reduced model."""
     kept = () if is_longrope(small) else _ROPE  # longrope's lists have the size of a head
-    known = {*DECODER_KEYS, *PRESETS[preset]} - {"model_type", "tie_word_embeddings", *kept}
+    own = family_of(small).keys.read - {*WINDOW_KEYS, *QUANTIZED}  # a preset may leave sizes to their defaults
+    layer_types = ("layer_types",) if small.linear_attention is not None else ()
+    known = {*DECODER_KEYS, *PRESETS[preset], *own, *layer_types} - {"model_type", "tie_word_embeddings", *kept}
     as_json: dict[str, Any] = family_of(small).arch_to_hf(small)
     return {key: value for key, value in as_json.items() if key in known}

@@ -143,7 +143,7 @@ def test_some_layers_have_linear_attention_and_value_heads_share_key_heads(prese
     _, _, small, _ = shrunk(preset)
     assert small.linear_layers and small.softmax_layers
     assert small.linear_attention.num_value_heads == 2 * small.linear_attention.num_key_heads
-    assert arch_from_config(family_of(small).arch_to_hf(small)) == small
+    assert arch_from_preset(preset, _sizes_of(preset, small), None) == small
 
 
 @pytest.mark.parametrize(("vocab_size", "padded"), [(151936, False), (151937, True)])

@@ -16,7 +16,16 @@ from mrl.models.hf_config import arch_from_folder
 from mrl.models.kernels.delta_rule import Scan, delta_rule, delta_step
 from mrl.parallel_layout import ParallelLayout
 from mrl.resharding.hf_names import locate_tensors
-from tests.megatron.actors import CONSTANT, VOCAB, full_gradients, make_batch, make_policy, own_part, scores
+from tests.megatron.actors import (
+    CONSTANT,
+    VOCAB,
+    full_gradients,
+    make_batch,
+    make_critic,
+    make_policy,
+    own_part,
+    scores,
+)
 from tests.megatron.autoregressive import scores_and_gradients
 from tests.megatron.lora_ranks import KeepsFloat64
 from tests.ranks import run_ranks
@@ -127,6 +136,29 @@ def test_float32_has_the_log_probabilities_of_transformers_in_float64(family, tm
     folder, expected, _ = model_of(family, tmp_path_factory.getbasetemp())
     logprobs, _ = run_ranks(1, by_megatron, folder, "single", "float32", shared=True)[0]
     torch.testing.assert_close(logprobs.double(), expected, rtol=0, atol=PARITY["float32"])
+
+
+def values_by_megatron(folder, layout):
+    critic = make_critic(arch_from_folder(folder), LAYOUTS[layout], seed=None)
+    load_from_hf(folder, critic.chunks[0].arch, critic.layout(), critic.named_tensors())
+    return critic.values(batch_of())
+
+
+@pytest.mark.parametrize("layout", ["single", "tp2_pp2"])
+def test_values_of_a_critic_are_those_of_transformers(layout, tmp_path):
+    torch.manual_seed(6)
+    config = transformers.AutoConfig.for_model("qwen3_5_text", **{**SIZES, **FAMILIES["qwen3_5_text"]})
+    config.num_labels = 1
+    model = transformers.AutoModelForSequenceClassification.from_config(config, dtype=torch.float32)
+    model.save_pretrained(tmp_path)
+    batch, expected = batch_of(), []
+    sequences = batch.tokens_P.split(batch.seq_lens_B.tolist())
+    with torch.no_grad():
+        for tokens, prompt_len in zip(sequences, batch.prompt_lens_B.tolist(), strict=True):
+            states = model.model(tokens[None]).last_hidden_state[0, prompt_len - 1 : -1]
+            expected.append(model.score(states).squeeze(1))
+    for values_R in run_ranks(LAYOUTS[layout].world_size, values_by_megatron, str(tmp_path), layout):
+        torch.testing.assert_close(values_R, torch.cat(expected), rtol=0, atol=PARITY["float32"])
 
 
 def test_recomputed_layers_have_the_same_gradients(tmp_path_factory):

@@ -129,8 +129,8 @@ class EngineCapabilities:
         """Returns the predicted sizes of the engine; the default is the prediction for the default engine."""
         return engine_capabilities(RolloutConfig.name).memory_plan()
 
-    def on_cpu(self, reduced: ParallelLayout) -> CpuRun:
-        """Returns whether the engine samples on this machine's CPU with the layout `reduced`."""
+    def on_cpu(self, reduced: ParallelLayout, arch: ArchSpec) -> CpuRun:
+        """Returns whether the engine samples a smaller model like `arch` on this CPU with the layout `reduced`."""
         return CpuRun("its CAPABILITIES do not say that it runs on a CPU")
 
 

@@ -111,6 +111,7 @@ REQUIRED_VALUES: Mapping[str, tuple[Any, str]] = {
     "text_config": (None, _ONE_MODEL),
     "transformers_weights": (None, "transformers would read the weights from that file"),
     "vision_aspect_ratio": (None, _ONE_MODEL),
+    "vision_config": (None, _ONE_MODEL),
     "vision_feature_layer": (None, _ONE_MODEL),
     "vision_feature_select_strategy": (None, _ONE_MODEL),
 }

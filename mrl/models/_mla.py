@@ -20,7 +20,9 @@ from mrl.models.base import ArchSpec, MlaSpec, ParamSpec, PipelineStage, ShardKi
 MLA_KEYS = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "qk_head_dim")
 """Keys of config.json that this file reads."""
 
+_SPARSE = "attention that an indexer makes sparse (DeepSeek-V3.2) is not supported"
 MLA_REQUIRED: Mapping[str, tuple[Any, str]] = {
+    **dict.fromkeys(("index_topk", "index_n_heads", "index_head_dim"), (None, _SPARSE)),
     "attention_bias": (False, "projections with biases are not supported in multi-head latent attention"),
 }
 

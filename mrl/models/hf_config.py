@@ -27,6 +27,12 @@ TOKENIZER_FILES = (
 """Files of a model folder for its tokenizer and its sampling; converters copy them unchanged."""
 
 
+_TEXT_MODEL = (
+    " Of a model with a vision tower mrl has the text model: load it with transformers' class for text, for example "
+    "Qwen3_5ForCausalLM.from_pretrained(FOLDER), and save it with save_pretrained."
+)
+
+
 def families() -> dict[str, Family]:
     """Returns all families in this folder by file name."""
     return {name: cast(Family, registry.find("models", name, "FAMILY")) for name in registry.names("models")}
@@ -66,7 +72,7 @@ def arch_from_config(config: dict[str, Any]) -> ArchSpec:
     known = {name: family for family in families().values() for name in (family.hf_model_type, *family.aliases)}
     model_type = config.get("model_type")
     if not isinstance(model_type, str) or model_type not in known:
-        hint = " Of a model with a vision tower mrl supports only the text model." if _has_parts(config) else ""
+        hint = _TEXT_MODEL if _has_parts(config) else ""
         raise UserError(
             f"config.json: model_type is {shown(model_type)}; mrl supports {', '.join(sorted(known))}.{hint}"
         )

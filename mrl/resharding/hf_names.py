@@ -8,6 +8,7 @@ Supported forms differ from the table in names only, or store experts together:
 - gpt-oss (`Family.fused_experts`): the same, transposed, with alternating columns of gate and up, and the experts'
   biases in `gate_up_proj_bias` and `down_proj_bias`. mrl writes this form too.
 - The state of a base model (`AutoModel`), without the prefix `model.`.
+- The text model of a model with a vision tower, with the prefix `model.language_model.`.
 - The state of a wrapped model: `torch.compile`, FSDP, activation checkpointing, DDP.
 """
 
@@ -27,7 +28,7 @@ from mrl.resharding.hf import hf_layout
 from mrl.resharding.shards import hf_tensors, layers_of, param_specs
 
 _WRAPPERS = re.compile(r"^module\.|(?:(?<=^)|(?<=\.))(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
-_PREFIX = "model."
+_PREFIX, _TEXT_PREFIX = "model.", "model.language_model."
 _FUSED = {
     ShardKind.EXPERT_GATE_UP: "gate_up_proj",
     ShardKind.EXPERT_DOWN: "down_proj",
@@ -104,7 +105,7 @@ def locate_tensors(arch: ArchSpec, stored: Mapping[str, tuple[int, ...]]) -> dic
 def _forms(name: str) -> list[str]:
     """Returns the table's names that a stored tensor may have, most likely first."""
     bare = unwrapped(name)
-    forms = [bare, _PREFIX + bare]
+    forms = [bare, _PREFIX + bare, bare.replace(_TEXT_PREFIX, _PREFIX, 1)]
     return forms + [form.replace(_MIXTRAL_BLOCK_OF_5, _MIXTRAL_BLOCK, 1) for form in forms]
 
 

@@ -140,7 +140,7 @@ def check(arch, grid, lora=LORA, options=None, scale=ALPHA / RANK):
         )
 
 
-@pytest.mark.parametrize("family", [*ARCHS, *MIXTURES])
+@pytest.mark.parametrize("family", [*ARCHS, *(name for name, arch in MIXTURES.items() if arch.mla is None)])
 def test_scores_and_gradients_are_those_of_transformers_with_merged_weights(family):
     check({**ARCHS, **MIXTURES}[family], ParallelLayout(1))
 

@@ -21,7 +21,7 @@ TOLERANCE = 1e-9
 LORA = LoraConfig(rank=3, alpha=12.0)
 SHARED = LoraConfig(rank=3, alpha=12.0, share_expert_adapters=True)
 PREFIX = "base_model.model."
-MODELS = {**ARCHS, **MIXTURES}
+MODELS = {name: arch for name, arch in {**ARCHS, **MIXTURES}.items() if arch.mla is None}
 
 
 class Experts(nn.Module):

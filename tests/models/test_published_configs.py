@@ -401,6 +401,8 @@ def test_scores_of_latent_attention_have_the_factor_of_transformers(name, theirs
         ("mlp_bias", True),
         ("first_k_dense_replace", 27),
         ("partial_rotary_factor", 0.5),
+        ("index_topk", 2048),
+        ("vision_config", {"depth": 2}),
     ],
 )
 def test_a_wrong_value_of_a_latent_model_is_named(key, value):

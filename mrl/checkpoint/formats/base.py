@@ -68,6 +68,10 @@ class Source(ABC):
             UserError: A tensor is missing, unknown, of another shape or covered twice; the message names it.
         """
 
+    def num_left_out(self) -> int:
+        """Returns the number of tensors of layers for multi-token prediction, which are not read."""
+        return 0
+
     @abstractmethod
     def describe(self) -> dict[str, Any]:
         """Returns format, parallel layout, tensors and bytes, for `tools/inspect_checkpoint.py` and a manifest."""

@@ -223,10 +223,17 @@ class HfSource(Source):
         except UserError as error:
             raise UserError(f"model folder '{self.folder}': {error}") from error
 
-    def _is_optional(self, name: str) -> bool:
+    def num_left_out(self) -> int:
+        """Implements `Source.num_left_out`: the tensors of layers for multi-token prediction."""
+        return sum(map(self._is_beyond, self._tensors))
+
+    def _is_beyond(self, name: str) -> bool:
         extra = f"model.layers.{self.arch.num_layers}.", "mtp."
-        beyond = family_of(self.arch).extra_layers and name.startswith(extra)
-        return beyond or name.endswith("rotary_emb.inv_freq") or (name == HEAD and self.arch.tie_word_embeddings)
+        return family_of(self.arch).extra_layers and name.startswith(extra)
+
+    def _is_optional(self, name: str) -> bool:
+        is_tied_head = name == HEAD and self.arch.tie_word_embeddings
+        return self._is_beyond(name) or name.endswith("rotary_emb.inv_freq") or is_tied_head
 
     def _find(self) -> dict[str, str]:
         index, single = self.folder / INDEX, self.folder / SINGLE

@@ -114,6 +114,8 @@ def run_conversion(
         highlight=False,
         soft_wrap=True,
     )
+    if left_out := source.num_left_out():
+        console.print(f"{left_out} tensors of layers for multi-token prediction were not read", highlight=False)
     return 0
 
 
@@ -135,9 +137,14 @@ def positive(text: str) -> int:
 
 
 def common_dtype(source: Source, wanted: str) -> str:
-    """Returns `wanted`, or for "auto" the dtype of most elements of the source."""
+    """Returns `wanted`, or for "auto" the dtype of most elements of the source.
+
+    Raises:
+        UserError: The source is damaged or does not match its config.
+    """
     if wanted != AUTO:
         return wanted
+    source.check()
     elements: Counter[str] = Counter()
     for name, stored in hf_layout(source.arch, "float32").items():
         elements[source.dtype(name)] += volume(full_region(stored.shape))

@@ -134,9 +134,12 @@ def _advice(plan: Resolved, hardware: Hardware) -> str:
         change = None if larger is None else smallest_change(larger, hardware)
         if change is not None:
             overrides = format_overrides(change)
-            return f"No layout of {plan.grid.world_size} ranks fits; this does: --world-size {more} {overrides}"
+            return (
+                f"No layout of {plan.grid.world_size} ranks that was tried fits (not tried: fewer pipeline stages, or "
+                f"stages of other sizes); this does: --world-size {more} {overrides}"
+            )
         factor *= 2
-    return f"No layout fits, of up to {plan.grid.world_size * MAX_RANKS_FACTOR} ranks: shorten the sequences."
+    return f"No layout that was tried fits, of up to {plan.grid.world_size * MAX_RANKS_FACTOR} ranks: shorten the sequences."
 
 
 def format_overrides(change: Overrides) -> str:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from mrl.config import user_code
 from mrl.config.config import RolloutConfig
 from mrl.engines._capabilities import CpuRun, engine_capabilities
+from mrl.models.base import ArchSpec
 from mrl.parallel_layout import ParallelLayout
 
 DEFAULT_ENGINE = RolloutConfig.name
@@ -33,9 +34,9 @@ class RehearsalEngine:
     why: str = ""
 
 
-def engine_for(rollout: RolloutConfig, reduced: ParallelLayout) -> RehearsalEngine:
-    """Returns the engine for a rehearsal of `rollout` with the layout `reduced`."""
+def engine_for(rollout: RolloutConfig, reduced: ParallelLayout, arch: ArchSpec) -> RehearsalEngine:
+    """Returns the engine for a rehearsal of `rollout` with the layout `reduced`; `arch`: the full model."""
     if user_code.is_user_code(rollout.name):
         return RehearsalEngine(why="it is not mrl's")
-    found = engine_capabilities(rollout.name).on_cpu(reduced)
+    found = engine_capabilities(rollout.name).on_cpu(reduced, arch)
     return RehearsalEngine(why=found.why_not) if found.why_not else RehearsalEngine(rollout.name, found)

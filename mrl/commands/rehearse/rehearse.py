@@ -163,7 +163,7 @@ class _Rehearsal:
         tokens = plan.tokenizer.vocab_size
         max_ranks = self._options.max_ranks or _ranks_that_fit(tokens)
         grid = smallest_like(plan.grid, max_ranks, experts=experts)
-        engine = engine_for(config.rollout, grid)
+        engine = engine_for(config.rollout, grid, plan.arch)
         arch, grid = shrunk_model(plan.arch, plan.grid, grid, tokens=tokens, engine=engine)
         small = shrunk_config(config, plan, Sizes(arch, grid, prompt_length, engine), self._folder)
         report.engine = engine.name

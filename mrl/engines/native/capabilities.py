@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from mrl.engines._capabilities import CpuRun, EngineCapabilities
 from mrl.engines.native.fields import FIELDS
+from mrl.models.base import ArchSpec
 from mrl.parallel_layout import ParallelLayout
 
 if TYPE_CHECKING:
@@ -24,7 +25,7 @@ class NativeCapabilities(EngineCapabilities):
 
         return NativeMemoryPlan()
 
-    def on_cpu(self, reduced: ParallelLayout) -> CpuRun:
+    def on_cpu(self, reduced: ParallelLayout, arch: ArchSpec) -> CpuRun:
         """Returns that the engine samples on any CPU."""
         return CpuRun()
 

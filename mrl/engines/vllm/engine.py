@@ -26,6 +26,7 @@ from mrl.engines._prompt_checks import check_prompts
 from mrl.engines.base import EngineSpec, RolloutEngine, SamplingConfig
 from mrl.engines.vllm import logprob_probe
 from mrl.engines.vllm.adapters import VllmAdapters, lora_arguments
+from mrl.engines.vllm.capabilities import LATENT_SIZES
 from mrl.engines.vllm.fields import refusals_on_a_cpu
 from mrl.engines.vllm.fp8_support import check_gpu, unquantized_modules
 from mrl.engines.vllm.kv_cache import derived_bytes
@@ -63,6 +64,12 @@ class VllmEngine(RolloutEngine):
         if spec.device.type == "cpu":
             for refusal in refusals_on_a_cpu(config):
                 raise UserError(refusal)
+            if arch.mla is not None and (arch.mla.kv_lora_rank, arch.mla.qk_rope_head_dim) != LATENT_SIZES:
+                raise UserError(
+                    f"rollout.name=vllm on a CPU has latent attention only with kv_lora_rank={LATENT_SIZES[0]} and "
+                    f"qk_rope_head_dim={LATENT_SIZES[1]}; the model has {arch.mla.kv_lora_rank} and "
+                    f"{arch.mla.qk_rope_head_dim}. Use rollout.name=native."
+                )
             if size > 1 and not torch.cpu._is_avx512_supported():
                 raise UserError(
                     f"rollout.tensor_model_parallel_size={size} with rollout.name=vllm on a CPU without AVX-512: the "

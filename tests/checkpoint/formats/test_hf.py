@@ -304,6 +304,7 @@ NAMES = {
         ".mlp.", "._checkpoint_wrapped_module.mlp."
     ),
     "AutoModel": lambda name: name.removeprefix("model."),
+    "text model of one with a tower": lambda name: name.replace("model.", "model.language_model.", 1),
     "compiled AutoModel": lambda name: f"_orig_mod.{name.removeprefix('model.')}",
 }
 

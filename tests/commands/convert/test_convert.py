@@ -17,6 +17,7 @@ from mrl.checkpoint.formats.base import OutFile
 from mrl.checkpoint.formats.hf import HfSource, HfTarget
 from mrl.checkpoint.io.hashed_writer import xxh3_file
 from mrl.checkpoint.io.partial_folder import PartialFolder
+from mrl.commands.convert.command_line import common_dtype
 from mrl.commands.convert.convert import convert, plan_conversion
 from mrl.errors import UserError
 from mrl.resharding.hf import hf_layout
@@ -345,3 +346,21 @@ def test_memory_stays_under_a_quarter_of_the_checkpoint(tmp_path):
         peak = plan_conversion(source, target).peak_bytes
     assert len(seen) == len(hf_layout(arch, "float32"))
     assert max(seen) < min(peak, size / 4)
+
+
+def test_a_folder_that_lacks_a_tensor_is_refused_before_its_dtype_is_asked_for(tmp_path):
+    tensors = counted(ARCH)
+    del tensors["model.embed_tokens.weight"]
+    (tmp_path / "in").mkdir()
+    write_folder(ARCH, tmp_path / "in", tensors)
+    with HfSource(tmp_path / "in") as source, pytest.raises(UserError, match="lacks 1 tensors"):
+        common_dtype(source, "auto")
+
+
+def test_tensors_of_layers_for_multi_token_prediction_are_counted(tmp_path):
+    arch = small("deepseek_v3_tiny", num_key_value_heads=8)
+    tensors = counted(arch)
+    tensors |= {f"model.layers.{arch.num_layers}.{name}.weight": torch.ones(2) for name in ("enorm", "hnorm")}
+    write_folder(arch, tmp_path, tensors)
+    with HfSource(tmp_path) as source:
+        assert source.num_left_out() == 2

@@ -6,6 +6,7 @@ from mrl.commands.rehearse.engine import engine_for
 from mrl.commands.rehearse.rehearse import FIRST
 from mrl.config.config import load
 from mrl.engines.vllm import package_signature
+from mrl.models.presets import arch_from_preset
 from mrl.parallel_layout import ParallelLayout
 from tests.commands.rehearse.test_rehearse import CONFIGS, OF_VLLM, run
 
@@ -49,6 +50,15 @@ def test_a_config_of_vllm_with_ranks_of_its_own_is_rehearsed_with_vllm(tmp_path)
 def test_what_keeps_vllm_from_a_rehearsal_is_said(version, grid, why, monkeypatch):
     monkeypatch.setattr(package_signature, "installed", lambda: version)
     monkeypatch.setattr(package_signature, "is_for_cpus", lambda version: "+cpu" in version)
-    found = engine_for(load(CONFIGS[DENSE]).rollout, grid)
+    arch = arch_from_preset("qwen2_tiny", {}, None)
+    found = engine_for(load(CONFIGS[DENSE]).rollout, grid, arch)
     assert found.name == "native" and why in found.why
-    assert engine_for(load(CONFIGS[EXPERTS], ["rollout.name=native"]).rollout, grid).why == ""
+    assert engine_for(load(CONFIGS[EXPERTS], ["rollout.name=native"]).rollout, grid, arch).why == ""
+
+
+def test_latent_attention_is_rehearsed_with_the_native_engine(monkeypatch):
+    monkeypatch.setattr(package_signature, "installed", lambda: "0.32.0+cpu")
+    monkeypatch.setattr(package_signature, "broken_requirements", lambda: "")
+    arch = arch_from_preset("deepseek_v3_671b_a37b", {}, None)
+    found = engine_for(load(CONFIGS[DENSE]).rollout, ParallelLayout(2, rollout_tp=2), arch)
+    assert found.name == "native" and "kv_lora_rank" in found.why

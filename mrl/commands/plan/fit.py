@@ -139,7 +139,8 @@ def _advice(plan: Resolved, hardware: Hardware) -> str:
                 f"stages of other sizes); this does: --world-size {more} {overrides}"
             )
         factor *= 2
-    return f"No layout that was tried fits, of up to {plan.grid.world_size * MAX_RANKS_FACTOR} ranks: shorten the sequences."
+    most = plan.grid.world_size * MAX_RANKS_FACTOR
+    return f"No layout that was tried fits, of up to {most} ranks: shorten the sequences."
 
 
 def format_overrides(change: Overrides) -> str:

@@ -12,6 +12,7 @@ is the line of releases that the stand-in plays: entries and parameters with ano
 from __future__ import annotations
 
 import ast
+import copy
 import enum
 import functools
 import inspect
@@ -168,8 +169,14 @@ STR_ENUM = getattr(enum, "StrEnum", None) or enum.Enum("StrEnum", (), type=str)
 
 def _literal(text: str | None) -> Any:
     """A default as far as it is a literal; None where it is an expression of the real package."""
+    with PARSING:
+        return copy.copy(_value(text or "None"))
+
+
+@functools.cache
+def _value(text: str) -> Any:
     try:
-        return ast.literal_eval(text or "None")
+        return ast.literal_eval(text)
     except (ValueError, SyntaxError):
         return None
 

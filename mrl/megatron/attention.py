@@ -95,6 +95,12 @@ class PackedSequences(PackedSeqParams):  # type: ignore[misc]  # megatron.core h
     windowed: PackedSequences | None = None
     linear: LinearAttentionPlan | None = None
 
+    def tables_of(self, window: int | None) -> Angles:
+        """Returns cosines and sines of a layer with this window for `rotate`, [n, 1, 1, rotated dimensions]."""
+        cos, sin = self.angles_of(window)
+        whole = torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1)
+        return whole[0][:, None, None], whole[1][:, None, None]
+
     def angles_of(self, window: int | None) -> Angles:
         """Returns the rotary angles of a layer with this sliding window."""
         found = self.angles if window is None or self.local_angles is None else self.local_angles
@@ -424,8 +430,7 @@ class RotatingAttention(CoreAttention):
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, plan: PackedSequences) -> Tensor:
         """Computes attention, see `PackedAttention.forward`; queries and keys are not rotated yet."""
-        cos, sin = plan.angles_of(self.window)
-        cos, sin = (torch.cat(halves, -1)[:, None, None] for halves in ((cos, cos), (-sin, sin)))
+        cos, sin = plan.tables_of(self.window)
         return super().attend(rotate(query, cos, sin), rotate(key, cos, sin), value, plan)
 
 

@@ -193,22 +193,23 @@ class ScoringModel(GPTModel):  # type: ignore[misc]  # megatron.core has no type
         packed = kwargs.get("packed_seq_params")
         if isinstance(packed, PackedSequences) and self._latent_frequencies is not None:
             positions = kwargs["position_ids"].view(-1)
-            halves = torch.outer(positions.float(), self._latent_frequencies.to(positions.device))
-            packed.angles = self._cos_and_sin(halves, self._attention_factor)
+            packed.angles = self._angles_at(positions, self._latent_frequencies, self._attention_factor)
             return prepared
         if isinstance(packed, PackedSequences) and packed.qkv_format == "sbhd" and not self._is_exact:
             # one row of angles per packed token; Megatron would slice them per sequence in every layer
             hidden, angles, *rest = prepared
             positions = kwargs["position_ids"].view(-1)
             if self._local_frequencies is not None:
-                halves = torch.outer(positions.float(), self._local_frequencies.to(positions.device))
-                packed.local_angles = self._cos_and_sin(halves, 1.0)
+                packed.local_angles = self._angles_at(positions, self._local_frequencies, 1.0)
             if self.compiled or self._local_frequencies is not None:
                 halves = angles.view(angles.size(0), -1)[:, : angles.size(-1) // 2]  # the first half is there twice
                 packed.angles = self._cos_and_sin(halves.index_select(0, positions), self._attention_factor)
                 return (hidden, None, *rest)
             return (hidden, angles.index_select(0, positions), *rest)
         return prepared
+
+    def _angles_at(self, positions: Tensor, frequencies: Tensor, factor: float) -> Angles:
+        return self._cos_and_sin(torch.outer(positions.float(), frequencies.to(positions.device)), factor)
 
     def _cos_and_sin(self, angles: Tensor, factor: float) -> Angles:
         cos, sin = ((part * factor).to(self.config.params_dtype) for part in (angles.cos(), angles.sin()))

@@ -34,6 +34,7 @@ WINDOW_KEYS = ("sliding_window", "use_sliding_window", "max_window_layers", "lay
 """Keys that determine which layers have sliding-window attention; `_windows.py` reads them."""
 
 OF_TRANSFORMERS = "how transformers runs the model, not what it computes"
+PREDICTION = "the layers for multi-token prediction are not loaded"
 _CLASSIFIER = "for classification heads"
 TRAINING = "only for training with transformers; mrl trains without dropout and noise, as the engine samples"
 _ONE_MODEL = "models with several parts (encoder, vision) are not supported"

@@ -1,4 +1,4 @@
-"""Gated delta nets beside softmax attention with an output gate: parameter table and config.json.
+"""Models with gated delta nets in some layers and gated softmax attention in others: parameter table, config.json.
 
 Qwen3-Next and Qwen3.5 have them; the two differ in how the checkpoint splits the input projection. A rank stores the
 rows of the input projection and of the convolution key head by key head, see `ShardKind.KEY_HEADS`.
@@ -12,7 +12,7 @@ from typing import Any
 
 from mrl.errors import UserError, shown
 from mrl.models._decoder import ATTENTION
-from mrl.models._keys import OF_TRANSFORMERS
+from mrl.models._keys import OF_TRANSFORMERS, PREDICTION
 from mrl.models._rope import RopeRules
 from mrl.models._values import positive_int
 from mrl.models._windows import FULL
@@ -47,14 +47,14 @@ LINEAR_DEFAULTS: Mapping[str, Any] = {
 """Values that transformers assumes for missing keys in these families."""
 
 LINEAR_REQUIRED: Mapping[str, tuple[Any, str]] = {
-    "attention_bias": (False, "projections with biases are not supported beside linear attention"),
+    "attention_bias": (False, "projections with biases are not supported in models with linear attention"),
     "attn_output_gate": (True, "softmax attention must have an output gate"),
 }
 LINEAR_WITHOUT_EFFECT: Mapping[str, str] = {
     "number_of_conv_states": OF_TRANSFORMERS,
     "mamba_ssm_dtype": "the state of linear attention is fp32 or wider",
-    "mtp_num_hidden_layers": "the layers for multi-token prediction are not loaded",
-    "mtp_use_dedicated_embeddings": "the layers for multi-token prediction are not loaded",
+    "mtp_num_hidden_layers": PREDICTION,
+    "mtp_use_dedicated_embeddings": PREDICTION,
 }
 
 LINEAR_ROPE = RopeRules(partial=True)

@@ -12,10 +12,11 @@ from typing import Any
 
 from mrl.errors import UserError, shown
 from mrl.models._decoder import ATTENTION
+from mrl.models._keys import OF_TRANSFORMERS, TRAINING
 from mrl.models._positions import score_scale
 from mrl.models._rope import RopeRules
 from mrl.models._values import positive_int, value_of
-from mrl.models.base import ArchSpec, MlaSpec, ParamSpec, PipelineStage, ShardKind
+from mrl.models.base import ArchSpec, Family, MlaSpec, ParamSpec, PipelineStage, ShardKind
 
 MLA_KEYS = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "qk_head_dim")
 """Keys of config.json that this file reads."""
@@ -23,8 +24,18 @@ MLA_KEYS = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim
 _SPARSE = "attention that an indexer makes sparse (DeepSeek-V3.2) is not supported"
 MLA_REQUIRED: Mapping[str, tuple[Any, str]] = {
     **dict.fromkeys(("index_topk", "index_n_heads", "index_head_dim"), (None, _SPARSE)),
+    "moe_layer_freq": (1, "every layer after the dense ones must have experts"),
     "attention_bias": (False, "projections with biases are not supported in multi-head latent attention"),
 }
+
+MLA_WITHOUT_EFFECT: Mapping[str, str] = {
+    "output_router_logits": OF_TRANSFORMERS,
+    "pretraining_tp": OF_TRANSFORMERS,
+    "ep_size": OF_TRANSFORMERS,
+    "seq_aux": TRAINING,
+    "aux_loss_alpha": TRAINING,
+}
+"""Keys of these models -> why log-probabilities do not depend on them."""
 
 MLA_ROPE = RopeRules(("default", "yarn"))
 """Rotary settings of these models."""
@@ -84,7 +95,23 @@ MLA: tuple[ParamSpec, ...] = (
 """Embedding, and the attention half of a decoder layer."""
 
 
-def with_rotary_head(config: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+def latent_family(family: Family, defaults: Mapping[str, Any], aliases: tuple[str, ...] = ()) -> Family:
+    """Returns the family with latent attention read from config.json.
+
+    Args:
+        family: Family that reads everything else.
+        defaults: Values that transformers assumes for missing keys.
+        aliases: `Family.aliases`.
+    """
+
+    def arch_from_hf(config: dict[str, Any]) -> ArchSpec:
+        arch = family.arch_from_hf(_with_rotary_head(config, defaults))
+        return _with_latent_attention(arch, config, defaults)
+
+    return replace(family, arch_from_hf=arch_from_hf, aliases=aliases)
+
+
+def _with_rotary_head(config: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
     """Returns config.json with the rotated part of a head as `head_dim`, as which transformers 5 writes it.
 
     Raises:
@@ -108,7 +135,7 @@ def with_rotary_head(config: Mapping[str, Any], defaults: Mapping[str, Any]) -> 
     return {**config, "head_dim": rotary, "num_key_value_heads": heads}
 
 
-def with_latent_attention(arch: ArchSpec, config: Mapping[str, Any], defaults: Mapping[str, Any]) -> ArchSpec:
+def _with_latent_attention(arch: ArchSpec, config: Mapping[str, Any], defaults: Mapping[str, Any]) -> ArchSpec:
     """Returns the model with the latent attention that config.json has.
 
     Args:

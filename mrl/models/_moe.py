@@ -325,7 +325,7 @@ def sigmoid_keys(moe: MoeSpec) -> dict[str, Any]:
 
 
 def softmax_moe_spec(config: Mapping[str, Any], defaults: Mapping[str, Any]) -> MoeSpec:
-    """Reads the MoeSpec of a model whose experts are chosen by their softmax and have shared ones beside them.
+    """Reads the MoeSpec of a model with shared experts whose other experts are chosen by a softmax.
 
     The weights of the chosen experts are not scaled to a sum of 1 (DeepSeek-V2's `greedy`).
 

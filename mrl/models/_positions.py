@@ -138,7 +138,7 @@ def score_scale(scaling: RopeScaling | None, head_dim: int) -> float | None:
     """
     if scaling is None or not scaling.mscale_all_dim or scaling.factor is None or scaling.factor <= 1:
         return None
-    return float(head_dim**-0.5 * (0.1 * scaling.mscale_all_dim * math.log(scaling.factor) + 1.0) ** 2)
+    return float(head_dim**-0.5 * _yarn_scale(scaling.factor, scaling.mscale_all_dim) ** 2)
 
 
 def resized(arch: ArchSpec, head_dim: int) -> ArchSpec:

@@ -6,14 +6,13 @@ Also larger models of this structure whose experts are not chosen within groups.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 from mrl.models._decoder import DENSE_MLP, HEAD, decoder_family
-from mrl.models._keys import OF_TRANSFORMERS, TRAINING, config_keys
-from mrl.models._mla import MLA, MLA_KEYS, MLA_REQUIRED, MLA_ROPE, mla_keys, with_latent_attention, with_rotary_head
+from mrl.models._keys import config_keys
+from mrl.models._mla import MLA, MLA_KEYS, MLA_REQUIRED, MLA_ROPE, MLA_WITHOUT_EFFECT, latent_family, mla_keys
 from mrl.models._moe import QWEN_MLP, moe_layer, shared_expert, softmax_keys, softmax_moe_spec
-from mrl.models.base import ArchSpec, MoeSpec, mla_of, moe_of
+from mrl.models.base import ArchSpec, mla_of, moe_of
 
 _UNUSED_GROUPS = "experts are not chosen within groups"
 _DEFAULTS: Mapping[str, Any] = {
@@ -32,10 +31,6 @@ _DEFAULTS: Mapping[str, Any] = {
     "routed_scaling_factor": 1.0,
     "first_k_dense_replace": 0,
 }
-
-
-def _moe(config: Mapping[str, Any], *, defaults: Mapping[str, Any]) -> MoeSpec:
-    return softmax_moe_spec(config, defaults)
 
 
 def _own_keys(arch: ArchSpec) -> dict[str, Any]:
@@ -74,27 +69,17 @@ _TABLE = decoder_family(
             "norm_topk_prob": (False, "transformers does not scale the experts' weights to a sum of 1 in this family"),
             "scoring_func": ("softmax", "experts must be chosen by a softmax"),
             "topk_method": ("greedy", "experts chosen within groups of a softmax are not supported"),
-            "moe_layer_freq": (1, "every layer after the dense ones must have experts"),
         },
         without_effect={
             "n_group": _UNUSED_GROUPS,
             "topk_group": _UNUSED_GROUPS,
-            "output_router_logits": OF_TRANSFORMERS,
-            "pretraining_tp": OF_TRANSFORMERS,
-            "ep_size": OF_TRANSFORMERS,
-            "seq_aux": TRAINING,
-            "aux_loss_alpha": TRAINING,
+            **MLA_WITHOUT_EFFECT,
         },
     ),
     defaults=_DEFAULTS,
     fixed=_own_keys,
     rope=MLA_ROPE,
-    moe=_moe,
+    moe=softmax_moe_spec,
 )
 
-
-def _arch_from_hf(config: dict[str, Any]) -> ArchSpec:
-    return with_latent_attention(_TABLE.arch_from_hf(with_rotary_head(config, _DEFAULTS)), config, _DEFAULTS)
-
-
-FAMILY = replace(_TABLE, arch_from_hf=_arch_from_hf)
+FAMILY = latent_family(_TABLE, _DEFAULTS)

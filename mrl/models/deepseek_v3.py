@@ -6,16 +6,14 @@ The layer for multi-token prediction in published checkpoints is not loaded.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 from mrl.models._decoder import DENSE_MLP, HEAD, decoder_family
-from mrl.models._keys import OF_TRANSFORMERS, TRAINING, config_keys
-from mrl.models._mla import MLA, MLA_KEYS, MLA_REQUIRED, MLA_ROPE, mla_keys, with_latent_attention, with_rotary_head
+from mrl.models._keys import PREDICTION, config_keys
+from mrl.models._mla import MLA, MLA_KEYS, MLA_REQUIRED, MLA_ROPE, MLA_WITHOUT_EFFECT, latent_family, mla_keys
 from mrl.models._moe import QWEN_MLP, moe_layer, selection_bias, shared_expert, sigmoid_keys, sigmoid_moe_spec
-from mrl.models.base import ArchSpec, MoeSpec, mla_of, moe_of
+from mrl.models.base import ArchSpec, mla_of, moe_of
 
-_MTP = "the layers for multi-token prediction are not loaded"
 _DEFAULTS: Mapping[str, Any] = {
     "intermediate_size": 18432,
     "num_key_value_heads": None,
@@ -36,10 +34,6 @@ _DEFAULTS: Mapping[str, Any] = {
     "first_k_dense_replace": 3,
     "norm_topk_prob": True,
 }
-
-
-def _moe(config: Mapping[str, Any], *, defaults: Mapping[str, Any]) -> MoeSpec:
-    return sigmoid_moe_spec(config, defaults)
 
 
 def _own_keys(arch: ArchSpec) -> dict[str, Any]:
@@ -81,28 +75,18 @@ _TABLE = decoder_family(
             "rope_interleave": (True, "the pairs of a rotation must be neighbours"),
             "scoring_func": ("sigmoid", "experts must be chosen by sigmoid scores"),
             "topk_method": ("noaux_tc", "experts must be chosen by scores with a bias"),
-            "moe_layer_freq": (1, "every layer after the dense ones must have experts"),
         },
         without_effect={
-            "num_nextn_predict_layers": _MTP,
-            "num_mtp_layers": _MTP,
-            "output_router_logits": OF_TRANSFORMERS,
-            "pretraining_tp": OF_TRANSFORMERS,
-            "ep_size": OF_TRANSFORMERS,
-            "seq_aux": TRAINING,
-            "aux_loss_alpha": TRAINING,
+            "num_nextn_predict_layers": PREDICTION,
+            "num_mtp_layers": PREDICTION,
+            **MLA_WITHOUT_EFFECT,
         },
     ),
     defaults=_DEFAULTS,
     fixed=_own_keys,
     rope=MLA_ROPE,
-    moe=_moe,
+    moe=sigmoid_moe_spec,
     extra_layers=True,
 )
 
-
-def _arch_from_hf(config: dict[str, Any]) -> ArchSpec:
-    return with_latent_attention(_TABLE.arch_from_hf(with_rotary_head(config, _DEFAULTS)), config, _DEFAULTS)
-
-
-FAMILY = replace(_TABLE, arch_from_hf=_arch_from_hf, aliases=("kimi_k2",))
+FAMILY = latent_family(_TABLE, _DEFAULTS, aliases=("kimi_k2",))

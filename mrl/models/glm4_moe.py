@@ -5,20 +5,13 @@ The layer for multi-token prediction in published checkpoints is not loaded.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from mrl.models._decoder import ATTENTION, DENSE_MLP, HEAD, decoder_family
-from mrl.models._keys import OF_TRANSFORMERS, config_keys
+from mrl.models._keys import OF_TRANSFORMERS, PREDICTION, config_keys
 from mrl.models._moe import QWEN_MLP, moe_layer, selection_bias, shared_expert, sigmoid_keys, sigmoid_moe_spec
 from mrl.models._rope import RopeRules
-from mrl.models.base import ArchSpec, MoeSpec, moe_of
-
-_MTP = "the layers for multi-token prediction are not loaded"
-
-
-def _moe(config: Mapping[str, Any], *, defaults: Mapping[str, Any]) -> MoeSpec:
-    return sigmoid_moe_spec(config, defaults)
+from mrl.models.base import ArchSpec, moe_of
 
 
 def _own_keys(arch: ArchSpec) -> dict[str, Any]:
@@ -56,8 +49,8 @@ FAMILY = decoder_family(
         "first_k_dense_replace",
         "norm_topk_prob",
         without_effect={
-            "num_nextn_predict_layers": _MTP,
-            "num_mtp_layers": _MTP,
+            "num_nextn_predict_layers": PREDICTION,
+            "num_mtp_layers": PREDICTION,
             "output_router_logits": OF_TRANSFORMERS,
         },
     ),
@@ -84,6 +77,6 @@ FAMILY = decoder_family(
     qkv_bias="attention_bias",
     qk_norm="use_qk_norm",
     rope=RopeRules(partial=True),
-    moe=_moe,
+    moe=sigmoid_moe_spec,
     extra_layers=True,
 )

@@ -417,7 +417,7 @@ def test_experts_within_groups_of_a_softmax_are_refused():
 
 
 def test_positions_of_three_kinds_do_not_change_the_text_model_of_qwen3_5():
-    """As the text part of a published Qwen3.5 names them, with the keys that transformers does not read."""
+    """The keys are those of the text part of a published Qwen3.5, some of which transformers does not read."""
     rope = {
         "mrope_interleaved": True,
         "mrope_section": [11, 11, 10],
